@@ -1,0 +1,302 @@
+"""A rollout: one harness run on one task, in a sandbox, verified, its outcome on record.
+
+    python rollout.py --tasks DIR --harness bash --model smollm2 --n 2 --out runs/eval         # pass rate with a 95 % interval
+    python rollout.py --tasks DIR --harness oracle --out runs/oracle                           # must score 1 everywhere; nop: 0
+    python rollout.py ... --engine scripted --script FILE     # FILE's lines in the model's place; `solution`: each task's own
+
+build (image or copies) -> agent (no network but the model's socket; neither tests nor solution present) -> verify, `strict`: a fresh
+sandbox, only the workspace carried over, tests put in now, no process of the agent alive. One JSONL a rollout (tree.py), beside it
+the harness's and the verifier's output (.log).
+
+Outcomes, and what becomes of the reward:
+    ok             the harness ended with status 0                       the verifier's
+    timeout        the agent's time limit ended it                       the verifier's, of what stood then
+    harness_error  the harness ended with another status                 the verifier's: exit status is no success signal
+    verifier_error the verifier wrote no reward or no number             none: leaves loss and statistics
+    infra_error    sandbox, image or disk failed                         none
+    no_calls       the harness never reached the model                   none, and a warning
+Tasks are in Harbor's format: instruction.md, task.toml, environment/Dockerfile, tests/test.sh -> /logs/verifier/reward.txt (a number,
+or reward.json with "reward"), solution/solve.sh."""
+import argparse, concurrent.futures, json, math, os, re, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+import harnesses, sandbox, tree
+
+WITHOUT_MODEL = ("oracle", "nop")
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Task:
+    id: str                             # folder relative to the set, with the set's own name before it: train/copy-03
+    path: Path
+    instruction: str
+    env: sandbox.Environment
+    agent_timeout_s: float
+    verifier_timeout_s: float
+    limits: dict                        # memory_mb, cpus of the sandbox
+
+    def solution(self) -> list:
+        """The commands of solution/solve.sh, a line each."""
+        lines = (self.path / "solution" / "solve.sh").read_text().splitlines()
+        return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def load_task(path: Path, id: str, base_images: dict) -> Task:
+    for name in ("instruction.md", "task.toml", "tests/test.sh"):
+        if not (path / name).is_file(): raise FileNotFoundError(f"task {path}: {name} is missing")
+    try: toml = tomllib.loads((path / "task.toml").read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e: raise ValueError(f"task {path}: task.toml: {e}") from None
+
+    def number(section, key, default):
+        value = toml.get(section, {}).get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ValueError(f"task {path}: task.toml: [{section}] {key} = {value!r}; a number above 0 is needed")
+        return value
+    for section in ("agent", "verifier", "environment"):
+        if not isinstance(toml.get(section, {}), dict): raise ValueError(f"task {path}: task.toml: {section} is no table")
+    box = toml.get("environment", {})
+    if box.get("allow_internet"): raise ValueError(f"task {path}: allow_internet = true is not supported; remove it or the task")
+    return Task(id, path, (path / "instruction.md").read_text().strip(), sandbox.environment(path, base_images, box.get("docker_image")),
+                number("agent", "timeout_sec", 600), number("verifier", "timeout_sec", 600),
+                {"memory_mb": int(number("environment", "memory_mb", 2048)), "cpus": number("environment", "cpus", 1)})
+
+
+def load_tasks(root: str, base_images: dict = {}) -> list:
+    """All tasks below a folder (or the one that it is), by name."""
+    root = Path(root)
+    if not root.is_dir(): raise FileNotFoundError(f"--tasks {root}: no such folder; `python tasks/shell.py DIR` writes the shell tasks")
+    paths = sorted(p.parent for p in root.rglob("task.toml"))
+    if not paths: raise FileNotFoundError(f"--tasks {root}: no task.toml below it, so no task in Harbor's format")
+    return [load_task(p, str(Path(root.resolve().name) / p.relative_to(root)), base_images) for p in paths]
+
+
+# --- one rollout ------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Job:
+    task: Task
+    harness: str                        # a name in harnesses/, or oracle, or nop
+    sample: int = 0                     # which of the group
+    script: tuple = None                # texts for a scripted engine
+
+    @property
+    def id(self): return f"{self.task.id}.{self.harness}.{self.sample}"
+
+
+class Runner:
+    """What all rollouts of a run share. `proxy` may be None for oracle and nop."""
+
+    def __init__(self, proxy, kind: str, run_id: str, *, model="", temperature=1.0, max_tokens=0, num_parallel=8):
+        self.proxy, self.kind, self.run_id, self.model = proxy, kind, run_id, model
+        self.temperature, self.max_tokens, self.num_parallel = temperature, max_tokens, num_parallel
+        self.is_stopping = threading.Event()
+
+    def run(self, job: Job, out: Path) -> tree.Rollout:
+        """One rollout, whatever becomes of it: the fault boundary. -> as read back from its record."""
+        base = out / re.sub(r"[^\w.-]", "-", job.id)
+        record, log = base.with_name(base.name + ".jsonl"), base.with_name(base.name + ".log")
+        log.unlink(missing_ok=True)
+        seconds, session = {}, None
+        header = {"task": job.task.id, "harness": job.harness, "model": self.model}
+        try:
+            if job.harness in WITHOUT_MODEL:
+                header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
+                record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
+            else:
+                session = self.proxy.open_session(job.id, record, header, temperature=self.temperature, max_tokens=self.max_tokens,
+                                                  script=list(job.script) if job.script is not None else None)
+            end = self.agent_and_verify(job, session, log, seconds)
+        except (sandbox.SandboxError, OSError) as e:
+            end = {"outcome": "infra_error", "reward": None, "detail": str(e)}
+        except Exception:
+            if self.is_stopping.is_set(): raise
+            end = {"outcome": "infra_error", "reward": None, "detail": traceback.format_exc(limit=-3)}
+        finally:
+            if session is not None: self.proxy.close_session(session)
+        if session is not None and not session.calls and end["outcome"] in ("ok", "harness_error", "timeout"):
+            end |= {"outcome": "no_calls", "reward": None, "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
+            print(f"warning: {job.id}: {end['detail']}", file=sys.stderr)
+        with open(record, "a") as f:
+            f.write(json.dumps({"type": "end"} | end | {"seconds": seconds, "sandbox": self.kind, "verify": "strict"}) + "\n")
+        return tree.read(record)
+
+    def agent_and_verify(self, job: Job, session, log: Path, seconds: dict) -> dict:
+        """-> outcome, reward, detail; fills seconds by stage."""
+        task, lap = job.task, time.perf_counter()
+        harness = harnesses.load(job.harness) if session else None
+        make = lambda stage, **kw: sandbox.SANDBOXES[self.kind](task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **task.limits, **kw)
+
+        def took(stage):
+            nonlocal lap
+            seconds[stage], lap = round(time.perf_counter() - lap, 4), time.perf_counter()
+
+        with make("agent", runtimes=harness.mounts() if harness else {}, socket=session.address if session else None) as box:
+            took("start")
+            if job.harness == "oracle":
+                box.put(task.path / "solution", "/solution")
+                argv, env = ["bash", "/solution/solve.sh"], {}
+            elif job.harness == "nop": argv, env = ["true"], {}
+            else: argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction}
+            result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log)
+            if session: self.proxy.end_session(session)
+            took("agent")
+            with make("verify") as fresh:
+                box.carry(fresh.workdir, fresh)             # replaces what the image holds there
+                box.stop()
+                fresh.put(task.path / "tests", "/tests")
+                with open(log, "a") as f: f.write("\n=== verifier\n")
+                verdict = fresh.exec(["bash", "/tests/test.sh"], timeout_s=task.verifier_timeout_s, log=log)
+                reward, problem = read_reward(fresh, verdict)
+            took("verify")
+        if problem: return {"outcome": "verifier_error", "reward": None, "detail": problem}
+        outcome = "timeout" if result.timed_out else "ok" if result.exit_code == 0 else "harness_error"
+        return {"outcome": outcome, "reward": reward, "detail": "" if outcome == "ok" else f"exit status {result.exit_code}"}
+
+    def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
+        """Rollouts of all jobs, in their order; a progress bar. Ctrl-C or a fault ends what runs, sandboxes first."""
+        out.mkdir(parents=True, exist_ok=True)
+        pool = concurrent.futures.ThreadPoolExecutor(self.num_parallel)
+        try:
+            futures = [pool.submit(self.run, job, out) for job in jobs]
+            bar = tqdm(concurrent.futures.as_completed(futures), total=len(jobs), desc=what, disable=quiet or None, leave=False)
+            for future in bar: future.result()
+            return [future.result() for future in futures]
+        except BaseException:
+            self.is_stopping.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            sandbox.reap(self.run_id)
+            raise
+        finally: pool.shutdown()
+
+
+def read_reward(box, verdict) -> tuple:
+    """-> (reward, None) or (None, what is wrong)"""
+    with tempfile.TemporaryDirectory() as tmp:
+        for name in ("reward.txt", "reward.json"):
+            file = Path(tmp) / name
+            try: box.get(f"/logs/verifier/{name}", file)
+            except (FileNotFoundError, ValueError): continue
+            text = file.read_text(errors="replace")[:1000]
+            try: reward = float(text if name == "reward.txt" else json.loads(text)["reward"])
+            except (ValueError, KeyError, TypeError): reward = math.nan
+            if math.isfinite(reward): return reward, None
+            return None, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; a finite number is needed"
+    how = "ran out of time" if verdict.timed_out else f"ended with status {verdict.exit_code}"
+    return None, f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}"
+
+
+# --- what came of many ------------------------------------------------------------------------------------------------------------
+def wilson(k: float, n: int, z=1.96) -> tuple:
+    """95 % interval of a rate of k in n (Wilson, 1927)."""
+    if n == 0: return math.nan, math.nan
+    p, d = k / n, 1 + z * z / n
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / d
+    return max(0., (p + z * z / (2 * n)) / d - half), min(1., (p + z * z / (2 * n)) / d + half)
+
+
+def summary(rollouts: list) -> dict:
+    """Pass rate over the rollouts that have a reward (solved: reward >= 1), its interval, and the outcomes."""
+    judged = [r for r in rollouts if r.reward is not None]
+    solved = sum(r.reward >= 1 for r in judged)
+    low, high = wilson(solved, len(judged))
+    return {"num": len(rollouts), "num_judged": len(judged), "solved": solved, "pass_rate": solved / len(judged) if judged else math.nan,
+            "low": low, "high": high, "outcomes": dict(Counter(r.outcome for r in rollouts))}
+
+
+def show(s: dict) -> str:
+    return (f"{100 * s['pass_rate']:.1f} % of {s['num_judged']} solved (95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}); "
+            + ", ".join(f"{k} {v}" for k, v in sorted(s["outcomes"].items())))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------------
+def command(main, args):
+    """Runs a command: bad input is one line and exit status 2, Ctrl-C and a termination end it with 130."""
+    def terminate(*_): raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, terminate)
+    try: status = main(args) or 0
+    except (ValueError, OSError, AssertionError, sandbox.SandboxError) as e:
+        if os.environ.get("HARNESS_RL_TRACE"): raise
+        print(f"error: {e}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)                    # vLLM's threads may outlive the engine
+
+
+def base_images(pairs: list) -> dict:
+    for pair in pairs:
+        if not all(pair.partition("=")[::2]): raise ValueError(f"--base_image {pair}: NAME=LOCAL is needed")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="Evaluates and records without training.", allow_abbrev=False)
+    p.add_argument("--tasks", required=True, help="folder of tasks in Harbor's format")
+    p.add_argument("--harness", required=True, help=f"one of {', '.join(harnesses.names())}, oracle, nop; several with commas")
+    p.add_argument("--out", required=True, help="folder for the records")
+    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2")
+    p.add_argument("--n", type=int, default=1, help="rollouts a task and harness")
+    p.add_argument("--limit", type=int, default=0, help="only the first so many tasks (0 = all)")
+    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm")
+    p.add_argument("--script", help="with --engine scripted: a file, one line = one reply; or 'solution' for each task's own")
+    p.add_argument("--sandbox", choices=("auto", "docker", "bubblewrap"), default="auto")
+    p.add_argument("--base_image", action="append", default=[], metavar="NAME=LOCAL", help="local image in an image's place")
+    p.add_argument("--num_parallel", type=int, default=8, help="rollouts at once")
+    p.add_argument("--temperature", type=float, default=1.0)
+    p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens")
+    p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
+    p.add_argument("--graft", choices=("off", "exact", "canonical"), default="canonical")
+    args = p.parse_args(argv)
+    if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
+    if args.n < 1 or args.num_parallel < 1: p.error(f"--n {args.n} and --num_parallel {args.num_parallel}: at least 1")
+    return args
+
+
+def make_jobs(tasks, names, n, script=None) -> list:
+    """script: None, 'solution', or a file whose lines every session gets."""
+    lines = Path(script).read_text().splitlines() if script and script != "solution" else None
+
+    def texts(task, name):
+        if script is None or name in WITHOUT_MODEL: return None
+        if lines is not None: return tuple(lines)
+        demonstrate = harnesses.load(name).demonstrate
+        if demonstrate is None: raise ValueError(f"--harness {name}: it has no demonstrations; give --script a file")
+        return tuple(demonstrate(task.solution()))
+    return [Job(t, h, i, texts(t, h)) for t in tasks for h in names for i in range(n)]
+
+
+def main(args):
+    names = args.harness.split(",")
+    for name in names:
+        if name not in WITHOUT_MODEL: harnesses.load(name)
+    kind = sandbox.choose(args.sandbox)
+    tasks = load_tasks(args.tasks, base_images(args.base_image))
+    jobs = make_jobs(tasks[:args.limit or None], names, args.n, args.script)
+    sandbox.reap()
+    proxy, model = None, ""
+    try:
+        if set(names) - set(WITHOUT_MODEL):
+            import proxy as boundary
+            model = boundary.resolve_model(args.model)
+            proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft)
+        runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, temperature=args.temperature, max_tokens=args.max_tokens,
+                        num_parallel=args.num_parallel)
+        rollouts = runner.run_all(jobs, Path(args.out), f"{args.harness} in {kind}")
+    finally:
+        if proxy is not None: proxy.close()
+    for name in names:
+        mine = [r for r in rollouts if r.harness == name]
+        s = summary(mine)
+        print(f"{name} in {kind}: {show(s)}")
+        wrong = [r for r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1 or name == "nop" and r.reward > 0]
+        for r in wrong[:20]: print(f"  {r.task}: {r.outcome}, reward {r.reward}{': ' + r.detail if r.detail else ''}")
+        (Path(args.out) / f"summary.{name}.json").write_text(json.dumps(s))
+
+
+if __name__ == "__main__": command(main, parse())

@@ -1,0 +1,613 @@
+"""A sandbox: the place where an agent harness works on a task, under Docker or, without a daemon, bubblewrap.
+
+    box = SANDBOXES[choose("auto")](environment(task_dir), run_id="r1", name="task-0", socket=path)
+    with box:                                       # start(), and stop() whatever happens
+        result = box.exec(["bash", "-c", "make"], timeout_s=60)
+
+Calls block and may come from many threads. `SandboxError` is a fault of the machinery (daemon gone, disk full, image
+missing); what a process inside did wrong stands in `Result`, or is a FileNotFoundError or ValueError of `get`, `carry`.
+
+Covered: no network but a lone `lo` (no host ports, neighbours, DNS); one unix socket, /run/model.sock, as the only way
+out; the host's files invisible but for read-only runtimes; memory, CPU, process and output limits; time limits that
+kill every process in the sandbox; copies that neither follow links on the host nor fill its disk; removal of all that
+a dead run left, whatever killed it; tasks of FROM, WORKDIR, COPY and ENV lines without an image build, alike on both.
+Not covered: kernel exploits; disk quotas (many files can fill the disk); a daemon that hangs instead of failing; side
+channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; remote Docker hosts (mounts are local paths).
+bubblewrap, further: no image is built; no CPU limit; memory is limited per process; processes run as an ordinary user,
+not root, on a read-only root (writable: the workdir, WRITABLE, folders given to `put`); background processes end with
+their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
+"""
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import os
+import posixpath
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import docker
+import requests
+import urllib3
+
+TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
+LOG_BYTES = 10 << 20    # output of an exec that its log file keeps
+GET_BYTES = 1 << 30     # largest archive that leaves a sandbox
+SOCKET = "/run/model.sock"
+
+
+class SandboxError(RuntimeError):
+    """A fault of the infrastructure, or a task that this kind of sandbox cannot serve: never the agent's doing."""
+
+
+@dataclasses.dataclass
+class Environment:
+    base: str                           # image name; bubblewrap: also a root folder, or "host" (the host's /usr)
+    workdir: str = ""                   # "" = the image's own
+    copies: list = dataclasses.field(default_factory=list)        # [(host path, inside path)], put in at start
+    env: dict = dataclasses.field(default_factory=dict)
+    dockerfile: Path | None = None      # folder of a Dockerfile that must be built, None = `base` serves as it is
+    build_line: str = ""                # the line that makes the build necessary
+    base_images: dict = dataclasses.field(default_factory=dict)   # image name in FROM -> local stand-in
+    task: str = ""                      # for messages
+
+
+@dataclasses.dataclass
+class Result:
+    exit_code: int      # 137 when killed, also by the time limit
+    timed_out: bool
+    output: str         # stdout and stderr, the last TAIL_BYTES
+
+
+# ---- tasks: environment/Dockerfile ----
+
+# Lines that can be applied at start: no variables, flags, wildcards, stages or here-documents.
+PLAIN = re.compile(r"(?i)(FROM|WORKDIR)\s+[^\s$-][^\s$]*|COPY\s+(?=[^\s\[-])[^$*?\\<\[]*|ENV\s+\w+=[^$\\]*")
+
+
+def environment(task_dir, base_images=None, docker_image=None):
+    """Read a task's environment/Dockerfile. One of FROM, WORKDIR, COPY and ENV lines alone is applied at start, any
+    other is built, by Docker only. `docker_image`: the ready image that task.toml names instead."""
+    folder, base_images = Path(task_dir) / "environment", base_images or {}
+    env = Environment("", base_images=base_images, task=Path(task_dir).name)
+    if docker_image:
+        env.base = base_images.get(docker_image, docker_image)
+        return env
+    text = re.sub(r"(?m)^\s*#.*$", "", (folder / "Dockerfile").read_text())
+    lines = [line.strip() for line in re.sub(r"\\[ \t]*\n\s*", " ", text).splitlines() if line.strip()]
+    stages = [line for line in lines if re.match(r"(?i)FROM\s", line)]
+    if not stages:
+        raise ValueError(f"{folder}/Dockerfile has no FROM line")
+    needs_build = [line for line in lines if not PLAIN.fullmatch(line)] + stages[1:]
+    if needs_build or (folder / ".dockerignore").exists():
+        env.dockerfile, env.build_line = folder, (needs_build or [".dockerignore"])[0][:80]
+    for line in lines:
+        word, rest = line.upper().split()[0], line.partition(" ")[2].strip()
+        if word == "FROM":
+            name = [w for w in rest.split() if not w.startswith("--")][0]
+            env.base, env.workdir = base_images.get(name, name), ""
+        elif word == "WORKDIR" and "$" not in rest:
+            env.workdir = posixpath.normpath(posixpath.join(env.workdir or "/", rest))
+        elif word == "ENV" and not env.dockerfile:
+            env.env |= dict(pair.split("=", 1) for pair in shlex.split(rest))
+        elif word == "COPY" and not env.dockerfile:
+            env.copies += _copies(folder, rest.split(), env.workdir or "/")
+    return env
+
+
+def _copies(folder, words, workdir):
+    """[(host path, inside path)] of one COPY line; of a folder the contents are copied, as Docker does."""
+    *sources, target = words
+    inside, root, copies = posixpath.normpath(posixpath.join(workdir, target)), folder.resolve(), []
+    is_folder = target.endswith("/") or len(sources) > 1 or f"{workdir}/".startswith(inside.rstrip("/") + "/")
+    for source in sources:
+        host = folder / source.lstrip("/")
+        for path in [host, *host.rglob("*")]:
+            if not path.resolve().is_relative_to(root) or (path.is_symlink() and os.path.isabs(os.readlink(path))):
+                raise ValueError(f"{folder}/Dockerfile: COPY {source}: {path} leads out of the environment folder")
+        if not host.exists():
+            raise FileNotFoundError(f"{folder}/Dockerfile: COPY {source}: there is no {host}")
+        copies.append((host, posixpath.join(inside, host.name) if is_folder and not host.is_dir() else inside))
+    return copies
+
+
+# ---- owners: a sandbox outlives no run ----
+
+def _start_ticks(pid):
+    """When a process started, in ticks since boot; "" when it is dead (or a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _owner(pid):
+    """machine.boot.pid.start: a process id means something within one host name, pid namespace and boot only."""
+    machine = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return f"{hashlib.sha256(machine.encode()).hexdigest()[:8]}.{boot}.{pid}.{_start_ticks(pid)}"
+
+
+def _is_dead(owner):
+    """Has the process that made a sandbox ended? False for owners on other machines: not ours to judge."""
+    now = _owner(owner.split(".")[2])
+    return owner.split(".")[0] == now.split(".")[0] and owner != now
+
+
+def _safe(name):
+    return re.sub(r"[^a-zA-Z0-9-]", "-", name)
+
+
+def reap(run_id=None):
+    """Remove the sandboxes of one run, or (None: at start-up) those whose owning process is dead. Returns how many."""
+    def is_ours(run, owner):
+        return _is_dead(owner) if run_id is None else run == _safe(run_id)
+    folders, containers = [], []
+    for path in Path(tempfile.gettempdir()).glob("harness-rl_*_*.*.*.*_*"):
+        with contextlib.suppress(FileNotFoundError):   # another process may reap as well
+            if path.lstat().st_uid == os.geteuid() and is_ours(*path.name.split("_")[1:3]):
+                folders.append(path)
+                _remove_folder(path)
+    with contextlib.suppress(SandboxError), _faults("reap"):   # no daemon: nothing of ours runs there
+        containers = [c["Id"] for c in _client().api.containers(all=True, filters={"label": "harness_rl.run"})
+                      if is_ours(c["Labels"]["harness_rl.run"], c["Labels"]["harness_rl.owner"])]
+        for container in containers:
+            _remove_container(container)
+    return len(folders) + len(containers)
+
+
+def choose(kind="auto"):
+    """"docker" where the daemon answers, else "bubblewrap" where it really runs; a kind that is asked for must work."""
+    assert kind in ("auto", *SANDBOXES), f"sandbox {kind!r} is unknown; choose auto, {', '.join(SANDBOXES)}"
+    problems = []
+    for name in SANDBOXES if kind == "auto" else [kind]:
+        if not (problem := SANDBOXES[name].problem()):
+            return name
+        problems.append(problem)
+    raise SandboxError("; ".join(problems))
+
+
+# ---- what both kinds share ----
+
+@dataclasses.dataclass
+class Sandbox:
+    env: Environment
+    _: dataclasses.KW_ONLY
+    run_id: str                    # of this process: reap(run_id) removes all of it
+    name: str
+    runtimes: dict = dataclasses.field(default_factory=dict)   # {host folder: inside folder}, read-only
+    socket: Path | None = None     # unix socket on the host -> /run/model.sock; must stay until stop()
+    memory_mb: int = 4096
+    cpus: float = 2
+    pids: int = 512                # processes and threads
+    workdir: str = dataclasses.field(default="", init=False)   # known from start() on
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def start(self):
+        """Start, with the task's copies in place; nothing is left behind when that fails."""
+        if self.socket:
+            assert Path(self.socket).is_socket(), f"{self.socket} is no unix socket; start the proxy first"
+            os.chmod(self.socket, 0o666)   # the user inside is another one; on the host its folder guards the socket
+        try:
+            with _faults(f"start {self.name}"):
+                self._start()
+            self._put(self.env.copies)
+        except BaseException:
+            self.stop()
+            raise
+
+    def exec(self, argv, *, env=None, cwd=None, timeout_s=None, log=None):
+        """Run a command to its end. At the time limit every process in the sandbox is killed; its files stay."""
+        timed_out = threading.Event()
+
+        def expire():
+            timed_out.set()
+            self.kill()
+        timer = threading.Timer(timeout_s or threading.TIMEOUT_MAX, expire)
+        timer.daemon = True
+        with _faults(f"exec in {self.name}"):
+            chunks, poll = self._run(list(argv), env or {}, cwd or self.workdir)
+            timer.start()
+            try:
+                output = _drain(chunks, log)
+                while (code := poll()) is None and not timed_out.is_set():   # it may close its output and go on
+                    time.sleep(0.005)
+            finally:
+                timer.cancel()
+        if timed_out.is_set():
+            timer.join()   # Docker: the container is up again
+            return Result(137, True, output)
+        return Result(128 - code if code < 0 else code, False, output)
+
+    def put(self, host, inside):
+        """Copy a file to the path `inside`, or a folder's contents into the folder `inside`."""
+        self._put([(Path(host), inside)])
+
+    def get(self, inside, host):
+        """Copy a file to the path `host`, or a folder's contents into the folder `host`. Raises FileNotFoundError;
+        ValueError for symbolic links, devices and more than GET_BYTES: they must not reach the host."""
+        with _faults(f"get from {self.name}"), self._get(inside) as archive, tarfile.open(fileobj=archive) as tar:
+            for member in tar:
+                path = Path(host, *Path(member.name).parts[1:])   # the first is the name of `inside` itself
+                is_file = member.isreg() or member.islnk()        # a hard link: its content once more
+                if not (is_file or member.isdir()) or ".." in path.parts[len(Path(host).parts):]:
+                    raise ValueError(f"{inside} in {self.name} is not copied to the host: {member.name} is a link "
+                                     "or device")
+                if is_file:
+                    with open(path, "wb") as file:
+                        shutil.copyfileobj(tar.extractfile(member), file)
+                    path.chmod(0o644 | member.mode & 0o111)
+                else:
+                    path.mkdir(parents=True, exist_ok=True)
+
+    def carry(self, inside, other):
+        """Make a file or folder of another sandbox equal to this one's, links and all, past the host."""
+        with _faults(f"carry {inside} from {self.name}"), self._get(inside) as archive:
+            other.exec(["find", inside, "-mindepth", "1", "-delete"])
+            other._unpack(archive, posixpath.dirname(inside.rstrip("/")))
+
+    def _put(self, copies):
+        with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
+            with tarfile.open(fileobj=archive, mode="w") as tar:
+                for host, inside in copies:
+                    # a folder itself only when empty: it would change the mode of one that exists
+                    paths = sorted(host.iterdir()) if host.is_dir() else []
+                    for path in paths or [host.resolve()]:
+                        tar.add(path, inside.strip("/") + (f"/{path.name}" if paths else ""), filter=_anonymous)
+            archive.seek(0)
+            if copies:
+                self._unpack(archive, "/")
+
+
+def _anonymous(member):
+    member.uid, member.gid, member.uname, member.gname = 0, 0, "", ""
+    return member
+
+
+def _timeless(member):
+    member.mtime = 0
+    return _anonymous(member)
+
+
+def _drain(chunks, log):
+    """Read output to its end; the log gets the first LOG_BYTES, the caller the last TAIL_BYTES."""
+    tail, total = bytearray(), 0
+    with open(log or os.devnull, "ab", buffering=0) as file:
+        for chunk in chunks:
+            if total < LOG_BYTES:
+                file.write(chunk[:LOG_BYTES - total])
+            total += len(chunk)
+            tail += chunk
+            del tail[:-TAIL_BYTES]
+        if total > LOG_BYTES:
+            file.write(b"\n[%d bytes more]\n" % (total - LOG_BYTES))
+    return tail.decode(errors="replace")
+
+
+def _spool(chunks, what):
+    """A temporary file of the chunks; ValueError past GET_BYTES."""
+    file = tempfile.TemporaryFile(buffering=0)   # its descriptor goes to tar
+    for chunk in chunks:
+        file.write(chunk)
+        if file.tell() > GET_BYTES:
+            raise ValueError(f"{what} is not copied to the host: more than {GET_BYTES >> 20} MB")
+    file.seek(0)
+    return file
+
+
+@contextlib.contextmanager
+def _faults(what):
+    """The daemon's and the system's many exceptions -> SandboxError; a path that is missing stays one."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+        raise SandboxError(f"{what}: {error}") from error
+
+
+# ---- Docker ----
+
+_LOCK = threading.Lock()   # one image build or pull at a time
+
+
+@functools.cache
+def _client():
+    return docker.from_env(timeout=300, max_pool_size=256)
+
+
+def _remove_container(name):
+    """Idempotent: a container that is gone, or that another thread removes, is fine."""
+    try:
+        _client().api.remove_container(name, force=True, v=True)
+    except docker.errors.APIError as error:
+        if error.status_code not in (404, 409):
+            raise
+
+
+class Docker(Sandbox):
+    container = None   # its name
+
+    @staticmethod
+    def problem():
+        try:
+            docker.from_env(timeout=10).ping()
+        except (docker.errors.DockerException, requests.RequestException) as error:
+            return (f"the docker daemon does not answer ({type(error).__name__}): start it (dockerd), or check "
+                    "DOCKER_HOST and your rights")
+
+    def _start(self):
+        binds = [*self.runtimes.items(), *([(self.socket, SOCKET)] if self.socket else [])]
+        image = _image(self.env)
+        self.workdir = self.env.workdir or image["Config"]["WorkingDir"] or "/"
+        self.container = f"harness-rl-{_safe(self.run_id)}-{_safe(self.name)}-{uuid.uuid4().hex[:8]}"
+        _client().containers.create(
+            image["Id"], name=self.container, hostname="sandbox", working_dir=self.workdir, environment=self.env.env,
+            labels={"harness_rl.run": _safe(self.run_id), "harness_rl.owner": _owner(os.getpid())},
+            # A shell as process 1: it reaps orphans, ignores TERM and, unlike tini, outlives `kill -9 -1`.
+            entrypoint=["/bin/sh", "-c", "trap '' HUP INT QUIT TERM; while :; do sleep 86400 & wait $!; done"],
+            # What root needs for ordinary work on files of any owner, and to start or end services as another user
+            # (su, pkill). Left out: device nodes, raw sockets, chroot, file capabilities, audit.
+            cap_drop=["ALL"], cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL"],
+            security_opt=["no-new-privileges"], network_mode="none", log_config={"type": "none"},
+            mounts=[docker.types.Mount(inside, str(Path(host).resolve()), "bind", True) for host, inside in binds],
+            mem_limit=f"{self.memory_mb}m", memswap_limit=f"{self.memory_mb}m", nano_cpus=int(self.cpus * 1e9),
+            pids_limit=self.pids, command=[])
+        _client().api.start(self.container)
+
+    def _run(self, argv, env, cwd):
+        api = _client().api
+        argv = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *argv]   # one stream: else stdout and stderr change places
+        create = functools.partial(api.exec_create, self.container, argv, environment=env, workdir=cwd)
+        try:
+            exec_id = create()["Id"]
+        except docker.errors.APIError as error:
+            if error.status_code != 409:
+                raise
+            self.kill()   # an agent can end process 1 (out of processes, then `kill -9 -1`): start again
+            exec_id = create()["Id"]
+        return api.exec_start(exec_id, stream=True), lambda: api.exec_inspect(exec_id)["ExitCode"]
+
+    def kill(self):
+        """End every process, keep the files. A restart, since a second exec would fail at the process limit."""
+        with _faults(f"kill {self.name}"):
+            _client().api.restart(self.container, timeout=0)
+
+    def stop(self):
+        """Remove the container with all that it holds; may be called twice, and from another thread than exec."""
+        if self.container:
+            with _faults(f"stop {self.name}"):
+                _remove_container(self.container)
+
+    def _unpack(self, archive, parent):
+        _client().api.put_archive(self.container, parent, archive)
+
+    def _get(self, inside):
+        try:
+            chunks, _ = _client().api.get_archive(self.container, inside)
+        except docker.errors.NotFound as error:
+            raise FileNotFoundError(f"{inside} is not there in {self.name}") from error
+        return _spool(chunks, f"{inside} in {self.name}")
+
+
+def _image(env):
+    """The image to start from (what `docker image inspect` says): local, else built or pulled, once."""
+    with _LOCK:
+        name, context = _context(env) if env.dockerfile else (env.base, None)
+        try:
+            return _client().api.inspect_image(name)
+        except docker.errors.ImageNotFound:
+            pass
+        try:
+            if context:
+                _client().images.build(fileobj=context, custom_context=True, dockerfile=".harness-rl", tag=name,
+                                       rm=True, forcerm=True, timeout=3600)
+            else:
+                _client().images.pull(name)
+        except docker.errors.BuildError as error:
+            last = "".join(step.get("stream", "") for step in error.build_log)[-2000:]
+            raise SandboxError(f"task {env.task}: image build failed: {error.msg} (for an image that cannot be pulled: "
+                               f"--base_image NAME=LOCAL)\n{last}") from error
+        except docker.errors.APIError as error:
+            raise SandboxError(
+                f"task {env.task}: image {env.base} is not here and cannot be pulled; name a local image instead "
+                f"(--base_image {env.base}=harness-rl/base, made by: bash tasks/base_image.sh): {error.explanation}"
+            ) from error
+        return _client().api.inspect_image(name)
+
+
+def _context(env):
+    """(tag, build context): FROM names the stand-ins, the tag hashes all names, modes and contents."""
+    context, ignore = tempfile.TemporaryFile(), env.dockerfile / ".dockerignore"
+    text = re.sub(r"(?im)^(\s*FROM\s+(?:--\S+\s+)*)(\S+)", lambda m: m[1] + env.base_images.get(m[2], m[2]),
+                  (env.dockerfile / "Dockerfile").read_text()).encode()
+    with tarfile.open(fileobj=context, mode="w") as tar:
+        patterns = ignore.read_text().split("\n") if ignore.exists() else []
+        for name in sorted(docker.utils.build.exclude_paths(str(env.dockerfile), patterns)):
+            tar.add(env.dockerfile / name, name, recursive=False, filter=_timeless)
+        file = tarfile.TarInfo(".harness-rl")
+        file.size = len(text)
+        tar.addfile(file, io.BytesIO(text))
+    context.seek(0)
+    tag = f"harness-rl/task:{hashlib.file_digest(context, 'sha256').hexdigest()}"
+    context.seek(0)
+    return tag, context
+
+
+# ---- bubblewrap ----
+
+WRITABLE = ("/tmp", "/var/tmp", "/root", "/home", "/logs", "/tests", "/solution")
+DEFAULTS = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+FIXED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/run", "/sys")
+ETC = ("alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "localtime", "os-release", "services")
+
+
+def _remove_folder(folder):
+    if os.geteuid():   # the processes inside may have taken our right to enter their folders
+        subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(copies):
+    return [inside if host.is_dir() else posixpath.dirname(inside) for host, inside in copies]
+
+
+class Bubblewrap(Sandbox):
+    """The writable folders live in one temporary folder on the host and are mounted anew by each exec. As root on the
+    host, bwrap mounts and then becomes a user id of this sandbox alone (so that the process limit counts, and
+    nothing that root owns is writable); an ordinary user stays what they are, in a user namespace."""
+    folder = None
+
+    @staticmethod
+    def problem():
+        try:
+            with Bubblewrap(Environment("host"), run_id="probe", name="probe") as box:
+                result = box.exec(["true"])
+        except SandboxError as error:
+            return f"bubblewrap does not run: {error}"
+        if result.exit_code:
+            return f"bubblewrap does not run ({result.output.strip()}): allow user namespaces, or run as root"
+
+    def _start(self):
+        task, base = f"task {self.env.task}:", self.env.base
+        if self.env.dockerfile:
+            raise SandboxError(f"{task} bubblewrap builds no image, and its Dockerfile needs one "
+                               f"({self.env.build_line}); use --sandbox docker")
+        if not os.path.isabs(base) and base.partition(":")[0] not in ("host", "debian", "ubuntu", "harness-rl/base"):
+            raise SandboxError(f"{task} bubblewrap has no image {base}; name a root folder or this machine's own /usr "
+                               f"(--base_image {base}=FOLDER or {base}=host), or use --sandbox docker")
+        self.root, self.workdir = Path(base if os.path.isabs(base) else "/"), self.env.workdir or "/root"
+        self.mounts, self.running, self.lock, self.bwrap = {}, [], threading.Lock(), shutil.which("bwrap")
+        if not self.bwrap:
+            raise SandboxError("bwrap is missing: apt-get install bubblewrap")
+        self.folder = Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(self.run_id)}_{_owner(os.getpid())}_"))
+        # as root: a user id that is unique while the folder lives
+        self.uid = os.geteuid() or (1 << 30) + self.folder.stat().st_ino % (1 << 30)
+        self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies)])
+        for name, text in {"passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{self.uid}:{self.uid}::/root:/bin/bash\n",
+                           "group": f"root:x:0:\nagent:x:{self.uid}:\n", "hosts": "127.0.0.1 localhost sandbox\n",
+                           "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n"}.items():
+            path = self.folder / "etc" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o644)
+        if self.workdir not in self.mounts:   # it lies in one of them
+            for _ in self._run(["mkdir", "-p", self.workdir], {}, "/")[0]:
+                pass
+
+    def _mount(self, folders):
+        """Give each folder one on the host that outlives an exec, unless a folder above has it already."""
+        for inside in sorted(folders):
+            if any(f"{inside}/".startswith(f"{m}/") for m in self.mounts):
+                continue
+            # a mount point inside a writable folder could be moved away between two execs
+            taken = [f"{path}/" for path in (*FIXED, *self.runtimes.values(), *self.mounts)]
+            if inside == "/" or any(f"{inside}/".startswith(t) or t.startswith(f"{inside}/") for t in taken):
+                raise SandboxError(f"task {self.env.task}: bubblewrap cannot make {inside} writable; "
+                                   "use --sandbox docker")
+            self.mounts[inside] = self.folder / str(len(self.mounts))
+            self.mounts[inside].mkdir()
+            os.chown(self.mounts[inside], self.uid, -1)
+
+    def _bwrap(self, cwd):
+        """The command line in front of a command."""
+        binds = [("--ro-bind", host, inside) for host, inside in self.runtimes.items()]
+        binds += [("--ro-bind", self.socket, SOCKET)] if self.socket else []
+        binds += [("--bind", host, inside) for inside, host in self.mounts.items()]
+        binds += [("--ro-bind", path, f"/etc/{path.name}") for path in (self.folder / "etc").iterdir()]
+        binds += [("--ro-bind", path, f"/etc/{name}") for name in ETC if (path := self.root / "etc" / name).exists()]
+        words = [self.bwrap, "--die-with-parent", "--new-session", "--hostname", "sandbox", "--unshare-ipc",
+                 "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"]
+        words += ["--unshare-user"] if os.geteuid() else ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        words += ["--ro-bind", self.root / "usr", "/usr"]
+        for path in self.root.iterdir():
+            if re.fullmatch(r"bin|sbin|lib\w*", path.name):
+                source = ("--symlink", os.readlink(path)) if path.is_symlink() else ("--ro-bind", path)
+                words += [*source, f"/{path.name}"]
+        words += ["--proc", "/proc", "--dev", "/dev", "--size", 64 << 20, "--perms", "1777", "--tmpfs", "/dev/shm"]
+        for parent in sorted({p for _, _, inside in binds for p in list(Path(inside).parents)[:-1]}):
+            words += ["--perms", "0755", "--dir", parent]
+        words += [word for bind in binds for word in bind] + ["--chdir", cwd, "--remount-ro", "/"]
+        if not os.geteuid():
+            words += ["/usr/bin/setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups"]
+        # data, not address space: node and the like reserve far more than they use
+        files = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        words += ["/usr/bin/prlimit", f"--data={self.memory_mb << 20}", f"--nproc={self.pids}", f"--fsize={10 << 30}",
+                  f"--nofile={files}", "--core=0", "--"]
+        return [str(word) for word in words]
+
+    def _run(self, argv, env, cwd, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT):
+        with self.lock:   # nothing starts once stop() has run
+            if not self.folder:
+                raise SandboxError(f"{self.name} is stopped")
+            process = subprocess.Popen(self._bwrap(cwd) + argv, env={**DEFAULTS, **self.env.env, **env},
+                                       stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
+            self.running = [p for p in self.running if p.poll() is None] + [process]
+
+        def chunks():
+            with process.stdout:
+                yield from iter(lambda: process.stdout.read1(1 << 16), b"")
+        return chunks(), process.poll
+
+    def kill(self):
+        """End every process, keep the files: with bwrap its pid namespace ends."""
+        for process in self.running:
+            process.kill()
+
+    def stop(self):
+        """Remove the folder with all that it holds; may be called twice, and from another thread than exec."""
+        if self.folder:
+            with self.lock:
+                folder, self.folder = self.folder, None
+            self.kill()
+            for process in self.running:
+                process.wait()
+            _remove_folder(folder)
+
+    def _put(self, copies):
+        self._mount(_folders(copies))
+        super()._put(copies)
+
+    def _tar(self, words, **pipes):
+        """tar runs inside, as the user there: a link made there leads nowhere on the host. Returns (exit code, output)."""
+        chunks, poll = self._run(["tar", *words], {}, "/", **pipes)
+        output = _spool(chunks, f"{words[-1]} in {self.name}")
+        while (code := poll()) is None:
+            time.sleep(0.001)
+        return code, output
+
+    def _unpack(self, archive, parent):
+        code, output = self._tar(["-x", "--no-overwrite-dir", "-C", parent], stdin=archive)
+        if code:
+            raise SandboxError(f"put into {self.name}: {output.read(1000).decode(errors='replace')}")
+
+    def _get(self, inside):
+        parent, name = posixpath.split(inside.rstrip("/"))
+        code, archive = self._tar(["-c", "-C", parent, "--", name], stderr=subprocess.DEVNULL)
+        if not archive.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            raise FileNotFoundError(f"{inside} is not there in {self.name}")
+        if code > 1:   # 1: a file changed while it was read
+            raise ValueError(f"{inside} in {self.name} is not copied to the host: parts of it cannot be read")
+        archive.seek(0)
+        return archive
+
+
+SANDBOXES = {"docker": Docker, "bubblewrap": Bubblewrap}

@@ -1,0 +1,409 @@
+"""Sandboxes, for real: tests of both kinds start containers or bwrap. `pytest tests/test_sandbox.py`, about a minute.
+
+Needs the image harness-rl/base (bash tasks/base_image.sh). A kind that does not run here is skipped, in CI it fails."""
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import docker
+import pytest
+
+import sandbox
+from sandbox import SANDBOXES, Environment, SandboxError, choose, environment, reap
+
+REPO = Path(sandbox.__file__).parent
+BASE = {"debian:bookworm-slim": "harness-rl/base"}
+PLAIN = Environment("harness-rl/base", workdir="/app")
+RUN = f"test-{os.getpid()}"
+
+
+def needs(kind):
+    problem = SANDBOXES[kind].problem()
+    if problem and not os.environ.get("CI"):
+        pytest.skip(problem)
+    assert not problem, problem
+    return kind
+
+
+@pytest.fixture(scope="module", params=["docker", "bubblewrap"])
+def kind(request):
+    yield needs(request.param)
+    reap(RUN)
+
+
+@pytest.fixture(scope="module")
+def box(kind):
+    """One sandbox for the tests that leave no trace in it."""
+    with SANDBOXES[kind](PLAIN, run_id=RUN, name="shared", memory_mb=1024, pids=64) as box:
+        yield box
+
+
+def make(kind, env=PLAIN, **options):
+    return SANDBOXES[kind](env, run_id=RUN, name="test", **options)
+
+
+def sh(box, script, **options):
+    return box.exec(["sh", "-c", script], **options)
+
+
+def task(folder, dockerfile, **files):
+    """A task folder whose environment holds a Dockerfile and files (keys: names, __ for a dot)."""
+    (folder / "environment").mkdir(parents=True)
+    (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    for name, text in files.items():
+        (folder / "environment" / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def remains():
+    """Containers and folders of this test run."""
+    folders = [p.name for p in Path(tempfile.gettempdir()).glob(f"harness-rl_{RUN}_*")]
+    if SANDBOXES["docker"].problem():
+        return folders
+    found = docker.from_env().containers.list(all=True, filters={"label": f"harness_rl.run={RUN}"})
+    return folders + [c.name for c in found]
+
+
+# ---- exec ----
+
+def test_exec(box):
+    """Catches: an exit code or stderr that is lost, env or cwd not passed on, the host's environment leaking in."""
+    os.environ["LEAK"] = "secret"
+    result = sh(box, "pwd; echo $A; echo err >&2; env; exit 7", env={"A": "x y"}, cwd="/tmp")
+    assert (result.exit_code, result.timed_out) == (7, False)
+    assert result.output.startswith("/tmp\nx y\nerr\n") and "secret" not in result.output
+    assert box.exec(["pwd"]).output == "/app\n" and box.exec(["no-such-program"]).exit_code == 127
+    assert sh(box, "kill -TERM $$").exit_code == 143
+
+
+def test_timeout_kills_the_tree(kind):
+    """Catches: a kill that reaches the client or the first process only; files lost by it; no exec possible after it."""
+    with make(kind) as box:
+        start = time.time()
+        result = sh(box, "echo kept > f; echo begin; setsid sh -c 'sleep 3; echo late > f' & trap '' TERM; sleep 60",
+                    timeout_s=1)
+        assert (result.exit_code, result.timed_out, result.output) == (137, True, "begin\n")
+        assert time.time() - start < 15
+        time.sleep(2.5)
+        # Docker: process 1 has a sleep of its own
+        assert sh(box, "cat f; cat /proc/[0-9]*/comm | grep -c sleep").output in ("kept\n0\n", "kept\n1\n")
+
+
+def test_timeout_of_a_silent_process(box):
+    """Catches: a process that closes its output taken for one that has ended, so that no time limit holds it."""
+    assert sh(box, "exec >&- 2>&-; sleep 0.5; exit 5").exit_code == 5
+    assert sh(box, "exec >&- 2>&-; sleep 60", timeout_s=0.5).timed_out
+
+
+def test_output_is_bounded(box, tmp_path):
+    """Catches: endless output held in memory or written to the disk; a tail that is not the last part."""
+    log, peak = tmp_path / "log", []
+    before = rss_mb()
+    watch = threading.Timer(1, lambda: peak.append(rss_mb()))
+    watch.start()
+    result = sh(box, "head -c 300000000 /dev/zero; echo end", log=log)
+    watch.join()
+    assert result.exit_code == 0 and result.output.endswith("\0end\n") and len(result.output) == sandbox.TAIL_BYTES
+    assert sandbox.LOG_BYTES < log.stat().st_size < sandbox.LOG_BYTES + 100 and max(peak + [rss_mb()]) - before < 100
+
+
+def rss_mb():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+
+def test_process_limit(kind):
+    """Catches: a fork bomb that takes the machine, or that cannot be killed since killing needs a process."""
+    with make(kind, pids=40) as box:
+        result = box.exec(["bash", "-c", "f() { f | f & }; f; sleep 30"], timeout_s=2)
+        assert result.timed_out and ("fork" in result.output or not result.output)
+        assert sh(box, "for i in $(seq 60); do sleep 3 & done; wait", timeout_s=20).exit_code != 0
+        assert sh(box, "echo alive").output == "alive\n"
+
+
+def test_memory_limit(kind):
+    """Catches: limits that are not set."""
+    with make(kind, memory_mb=200) as box:
+        result = box.exec(["perl", "-e", "print length('x' x shift)", "100000000"], timeout_s=20)
+        assert result.output == "100000000"
+        result = box.exec(["perl", "-e", "print length('x' x shift)", "900000000"], timeout_s=20)
+        assert result.exit_code and "900000000" not in result.output
+
+
+def test_process_one_survives(kind):
+    """Catches: an agent that ends its own container and passes for a fault of ours."""
+    with make(kind) as box:
+        sh(box, "echo kept > f; kill 1; kill -9 1; kill -9 -1", timeout_s=10)
+        assert sh(box, "cat f").output == "kept\n"
+
+
+# ---- isolation ----
+
+def test_no_network(box):
+    """Catches: any way out but the model socket: an interface, an address, a port of the host, a name."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        script = ("cut -d: -f1 /proc/net/dev | tail -n +3; cat /proc/net/route | tail -n +2; "
+                  f"for a in 127.0.0.1/{port} 172.17.0.1/{port} 1.1.1.1/53; do "
+                  "(echo > /dev/tcp/$a) 2> /dev/null && echo open $a; done; "
+                  "getent hosts debian.org; ls /run/docker.sock /var/run/docker.sock 2> /dev/null")
+        assert box.exec(["bash", "-c", script], timeout_s=20).output.split() == ["lo"]
+
+
+def test_host_is_invisible(box, tmp_path):
+    """Catches: host files, processes or devices that show inside; privileges; a writable root of the host."""
+    for path in (REPO, tmp_path, f"/proc/{os.getpid()}/root/etc"):
+        assert sh(box, f"ls {path}").exit_code != 0, path
+    shadow = Path("/etc/shadow").read_text() if os.geteuid() == 0 else "no reading"
+    assert sh(box, "cat /etc/shadow").output != shadow
+    status = dict(line.split(":\t") for line in sh(box, "cat /proc/self/status").output.splitlines())
+    assert status["NoNewPrivs"] == "1" and int(status["CapEff"], 16) & ~0b11101011 == 0   # the six of Docker.start
+    assert sh(box, "echo x > /proc/sys/kernel/core_pattern").exit_code and sh(box, "mknod /tmp/d b 8 0").exit_code
+    assert sh(box, "unshare -n true; mount -t tmpfs x /mnt").exit_code
+
+
+def test_runtime_and_socket(kind, tmp_path):
+    """Catches: a runtime that can be changed from inside (it is shared), a socket that its user may not connect to."""
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "tool").write_text("#!/bin/sh\necho tool\n")
+    (tmp_path / "runtime" / "tool").chmod(0o755)
+    client = tmp_path / "runtime" / "client.pl"   # Perl is in every Debian base
+    client.write_text('use IO::Socket::UNIX; my $s = IO::Socket::UNIX->new(Peer => "/run/model.sock") or die "no: $!"; '
+                      'print $s "ping\\n"; $s->flush; print <$s>;')
+    with tempfile.TemporaryDirectory(prefix="s") as short, socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{short}/m.sock")
+        server.listen()
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"pong " + connection.recv(100))
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with make(kind, runtimes={tmp_path / "runtime": "/opt/harness/tool"}, socket=f"{short}/m.sock") as box:
+            assert box.exec(["/opt/harness/tool/tool"]).output == "tool\n"
+            assert box.exec(["perl", "/opt/harness/tool/client.pl"], timeout_s=10).output == "pong ping\n"
+            assert sh(box, "echo x >> /opt/harness/tool/tool").exit_code and sh(box, "rm -rf /opt/harness/tool").exit_code
+    assert "tool" in (tmp_path / "runtime" / "tool").read_text()
+
+
+# ---- copies ----
+
+def test_put_and_get(kind, tmp_path):
+    """Catches: content, modes or inner links lost on the way; a mode of an existing folder changed by `put`."""
+    source = tmp_path / "in"
+    (source / "sub" / "empty").mkdir(parents=True)
+    (source / "sub" / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (source / "sub" / "run.sh").chmod(0o755)
+    (source / "link").symlink_to("sub/run.sh")
+    os.link(source / "sub" / "run.sh", source / "sub" / "hard")
+    (source / "data").write_bytes(bytes(range(256)) * 5000)
+    source.chmod(0o700)
+    with make(kind) as box:
+        mode = sh(box, "stat -c %a /tmp").output
+        box.put(source, "/tmp")
+        box.put(source, "/app/new/place")
+        box.put(source / "data", "/app/one")
+        assert sh(box, "stat -c %a /tmp").output == mode
+        assert sh(box, "new/place/link; cmp one /tmp/data; echo more > new/place/sub/empty/f; rm new/place/link"
+                  ).output == "ran\n"
+        box.get("/app/new/place", tmp_path / "out")
+        box.get("/app/one", tmp_path / "one")
+        assert all((tmp_path / name).read_bytes() == (source / "data").read_bytes() for name in ("one", "out/data"))
+        assert all(os.access(tmp_path / "out" / "sub" / name, os.X_OK) for name in ("run.sh", "hard"))
+        assert (tmp_path / "out" / "sub" / "hard").read_text() == (source / "sub" / "run.sh").read_text()
+        assert (tmp_path / "out" / "sub" / "empty" / "f").read_text() == "more\n"
+        with pytest.raises(FileNotFoundError, match="/app/missing"):
+            box.get("/app/missing", tmp_path / "missing")
+        with pytest.raises(FileNotFoundError, match="nothing"):
+            box.put(tmp_path / "nothing", "/app/nothing")
+
+
+@pytest.mark.parametrize("trick", ["ln -s /etc/passwd x/f", "ln -s ../../../etc x/f", "rmdir x; ln -s /etc x",
+                                   "mkfifo x/f", "truncate -s 9G x/f"])
+def test_get_refuses_tricks(box, tmp_path, trick, monkeypatch):
+    """Catches: a link, device or enormous file made inside that reads or fills the host's disk."""
+    monkeypatch.setattr(sandbox, "GET_BYTES", 20 << 20)
+    assert sh(box, f"rm -rf x; mkdir x; {trick}").exit_code == 0
+    with pytest.raises(ValueError, match="/app/x in shared is not copied"):
+        box.get("/app/x", tmp_path / "out")
+    assert not (tmp_path / "out" / "f").exists() and not (tmp_path / "out").is_symlink()
+
+
+def test_carry(kind):
+    """Catches: a workspace that reaches the verifier with files that the agent had deleted, or without its links."""
+    with make(kind) as first, make(kind) as second:
+        sh(second, "echo old > deleted; mkdir d")
+        sh(first, "echo new > kept; ln -s /usr/bin/env env; ln kept hard; mkdir -p d/e; echo x > d/e/f")
+        first.carry("/app", second)
+        assert sh(second, "find . | sort; cat kept hard d/e/f; ./env echo runs").output.split() == \
+            [".", "./d", "./d/e", "./d/e/f", "./env", "./hard", "./kept", "new", "new", "x", "runs"]
+
+
+# ---- tasks ----
+
+def test_plain_dockerfile(kind, tmp_path):
+    """Catches: a difference between Docker and bubblewrap, or from what a build would make, in where copies go."""
+    folder = task(tmp_path / "t", "# comment\nFROM debian:bookworm-slim\nWORKDIR /app\nWORKDIR sub\n"
+                  "ENV A=1 \\\n# comment\n  B='x y'\nCOPY a.txt b ./\nCOPY d /data/d\nCOPY a.txt /data/renamed\nCOPY a.txt /app\n", a__txt="A", b="B")
+    (folder / "environment" / "d").mkdir()
+    (folder / "environment" / "d" / "x").write_text("X")
+    env = environment(folder, BASE)
+    assert (env.base, env.dockerfile, env.workdir) == ("harness-rl/base", None, "/app/sub")
+    with make(kind, env) as box:
+        output = sh(box, "pwd; echo $A $B; cat a.txt b /data/d/x /data/renamed /app/a.txt").output
+        assert output == "/app/sub\n1 x y\nABXAA"
+
+
+@pytest.mark.parametrize("line", ["RUN true", "COPY --chown=1 a /a", "COPY *.txt /a", "COPY $A /a", "ENV A=$B", "ENV A b",
+                                  "FROM b", "COPY <<E /a", "WORKDIR $X", 'COPY ["a", "/a"]', "ADD a /a", "USER x",
+                                  'CMD ["x"]'])
+def test_lines_that_need_a_build(tmp_path, line):
+    """Catches: a line that is silently skipped or misread instead of built; a refusal that does not say why."""
+    env = environment(task(tmp_path / "t", f"FROM debian:bookworm-slim\nWORKDIR /w\n{line}\n", a="x"), BASE)
+    assert env.dockerfile == tmp_path / "t" / "environment" and env.build_line == line and env.copies == []
+    with pytest.raises(SandboxError, match="(?s)task t: bubblewrap builds no image.*use --sandbox docker") as error:
+        make("bubblewrap", env).start()
+    assert line in str(error.value)
+
+
+def test_copies_stay_in_the_environment(tmp_path):
+    """Catches: a public task that copies files of the host into a sandbox."""
+    (tmp_path / "outside").write_text("secret")
+    for number, source in enumerate(["../../outside", "link", "d"]):
+        folder = task(tmp_path / str(number), f"FROM x\nCOPY {source} /a\n")
+        (folder / "environment" / "link").symlink_to(tmp_path / "outside")
+        (folder / "environment" / "d").mkdir()
+        (folder / "environment" / "d" / "l").symlink_to("../../../outside")
+        with pytest.raises(ValueError, match="leads out of the environment folder"):
+            environment(folder)
+    with pytest.raises(FileNotFoundError, match="there is no .*nothing"):
+        environment(task(tmp_path / "n", "FROM x\nCOPY nothing /a\n"))
+
+
+def test_image_is_built_once(tmp_path):
+    """Catches: concurrent rollouts that build the same image many times; a changed file that is not built again."""
+    needs("docker")
+    folder = task(tmp_path / "t", "FROM debian:bookworm-slim\nWORKDIR /w\nCOPY a /a\nRUN date +%N%s > /built\n", a=RUN)
+    env, tag = environment(folder, BASE), []
+
+    def built(_):
+        with make("docker", env) as box:
+            tag.append(docker.from_env().containers.get(box.container).image.id)
+            return sh(box, "pwd; cat /a /built").output
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(built, range(2))
+        assert first == second and first.startswith(f"/w\n{RUN}")
+        (folder / "environment" / "a").write_text(RUN + "changed")
+        assert built(0).startswith(f"/w\n{RUN}changed")
+        (folder / "environment" / "Dockerfile").write_text("FROM debian:bookworm-slim\nRUN echo why; exit 3\n")
+        with pytest.raises(SandboxError, match="(?s)task t: image build failed.*why"):
+            make("docker", environment(folder, BASE)).start()
+    finally:
+        for image in set(tag):
+            docker.from_env().images.remove(image, force=True)
+
+
+def test_missing_image_names_the_remedy(kind):
+    """Catches: a stack trace, or the host's /usr in the place of an image that is something else."""
+    with pytest.raises(SandboxError, match="no-such/image:1=") as error:
+        make(kind, Environment("no-such/image:1", task="t")).start()
+    assert "task t" in str(error.value) and "--base_image" in str(error.value)
+
+
+# ---- choice, end, concurrency ----
+
+def test_choose(kind, monkeypatch):
+    """Catches: a choice that says yes without trying, a fallback from what was asked for, errors without a remedy."""
+    assert choose(kind) == kind
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
+    with pytest.raises(SandboxError, match="start it"):
+        choose("docker")
+    if kind == "bubblewrap":
+        assert choose("auto") == "bubblewrap"
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxError, match="(?s)dockerd.*apt-get install bubblewrap"):
+        choose("auto")
+    with pytest.raises(AssertionError, match="podman"):
+        choose("podman")
+
+
+def test_reap_after_kill_9(kind):
+    """Catches: what outlives a killed run: containers, processes, folders; a reap of a living run's or a stranger's."""
+    code = (f"import sandbox; b = sandbox.SANDBOXES[{kind!r}](sandbox.Environment('harness-rl/base', workdir='/app'), "
+            f"run_id='{RUN}-dead', name='n'); b.start(); print('up', flush=True); b.exec(['sleep', '987'])")
+    owner = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout.readline() == "up\n"
+    time.sleep(0.5)
+    stranger = docker.from_env().containers.create("harness-rl/base", ["true"]) if kind == "docker" else None
+    with make(kind) as alive:
+        reap()
+        assert owner.poll() is None and "sleep\x00987" in processes()   # its owner lives
+        os.kill(owner.pid, signal.SIGKILL)
+        time.sleep(0.2)   # not waited for: a zombie is dead as well
+        assert reap() >= 1
+        owner.wait()
+        time.sleep(0.2)
+        assert "sleep\x00987" not in processes()
+        assert not list(Path(tempfile.gettempdir()).glob(f"harness-rl_{RUN}-dead_*"))
+        assert sh(alive, "echo alive").output == "alive\n"
+    if stranger:
+        assert not docker.from_env().containers.list(all=True, filters={"label": f"harness_rl.run={RUN}-dead"})
+        stranger.reload()
+        stranger.remove()
+
+
+def processes():
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text())
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return "\n".join(found)
+
+
+def test_stop(kind):
+    """Catches: a second stop that fails, a stop that leaves files or hangs a running exec, a failed start left behind."""
+    before = remains()
+    box = make(kind)
+    box.start()
+    assert len(remains()) == len(before) + 1
+    threading.Timer(0.5, box.stop).start()
+    start = time.time()
+    with contextlib.suppress(SandboxError):
+        sh(box, "mkdir -p locked/x; chmod 0 locked; sleep 60")
+    assert time.time() - start < 15
+    time.sleep(0.5)
+    box.stop()
+    box.stop()
+    assert remains() == before
+    with pytest.raises(FileNotFoundError):
+        make(kind, Environment("harness-rl/base", copies=[(Path("/nowhere"), "/tmp/x")])).start()
+    with pytest.raises(KeyboardInterrupt), make(kind):
+        raise KeyboardInterrupt
+    assert remains() == before
+
+
+def test_concurrency(kind):
+    """Catches: state or clients shared between threads; sandboxes that see one another's files; leaked descriptors."""
+    def one(number):
+        with make(kind) as box:
+            outputs = [sh(box, f"echo {number} >> f; cat f", timeout_s=60).output for _ in range(2)]
+        return outputs[1] == f"{number}\n{number}\n"
+    one(0)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(one, range(16)))
+    gc.collect()   # the docker client leaves cycles
+    assert len(os.listdir("/proc/self/fd")) < before + 24   # 16: kept connections to the daemon
