@@ -13,6 +13,7 @@ kill every process in the sandbox; copies that neither follow links on the host 
 a dead run left, whatever killed it; tasks of FROM, WORKDIR, COPY and ENV lines without an image build, alike on both.
 Not covered: kernel exploits; disk quotas (many files can fill the disk); a daemon that hangs instead of failing; side
 channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; remote Docker hosts (mounts are local paths).
+Docker, further: an exec fails (126) while background processes fill the process limit; `kill()` ends them.
 bubblewrap, further: no image is built; no CPU limit; memory is limited per process; processes run as an ordinary user,
 not root, on a read-only root (writable: the workdir, WRITABLE, folders given to `put`); background processes end with
 their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
@@ -93,7 +94,8 @@ def environment(task_dir, base_images=None, docker_image=None):
     if needs_build or (folder / ".dockerignore").exists():
         env.dockerfile, env.build_line = folder, (needs_build or [".dockerignore"])[0][:80]
     for line in lines:
-        word, rest = line.upper().split()[0], line.partition(" ")[2].strip()
+        word, rest = (line.split(None, 1) + [""])[:2]
+        word = word.upper()
         if word == "FROM":
             name = [w for w in rest.split() if not w.startswith("--")][0]
             env.base, env.workdir = base_images.get(name, name), ""
@@ -110,7 +112,8 @@ def _copies(folder, words, workdir):
     """[(host path, inside path)] of one COPY line; of a folder the contents are copied, as Docker does."""
     *sources, target = words
     inside, root, copies = posixpath.normpath(posixpath.join(workdir, target)), folder.resolve(), []
-    is_folder = target.endswith("/") or len(sources) > 1 or f"{workdir}/".startswith(inside.rstrip("/") + "/")
+    is_folder = (target.endswith("/") or len(sources) > 1 or inside in WRITABLE
+                 or f"{workdir}/".startswith(inside.rstrip("/") + "/"))
     for source in sources:
         host = folder / source.lstrip("/")
         for path in [host, *host.rglob("*")]:
@@ -259,9 +262,16 @@ class Sandbox:
                     path.mkdir(parents=True, exist_ok=True)
 
     def carry(self, inside, other):
-        """Make a file or folder of another sandbox equal to this one's, links and all, past the host."""
+        """Make a file or folder of another sandbox equal to this one's, links in it and all; nothing is unpacked on the
+        host. Raises as `get` does."""
         with _faults(f"carry {inside} from {self.name}"), self._get(inside) as archive:
-            other.exec(["find", inside, "-mindepth", "1", "-delete"])
+            top = tarfile.open(fileobj=archive).next()
+            if not (top.isfile() or top.isdir()):
+                raise ValueError(f"{inside} in {self.name} is not copied: it is a link or device")
+            archive.seek(0)
+            result = other.exec(["sh", "-c", '[ ! -e "$0" ] || find "$0" -mindepth 1 -delete', inside])
+            if result.exit_code:
+                raise SandboxError(f"carry {inside} to {other.name}: {result.output}")
             other._unpack(archive, posixpath.dirname(inside.rstrip("/")))
 
     def _put(self, copies):
@@ -384,7 +394,16 @@ class Docker(Sandbox):
                 raise
             self.kill()   # an agent can end process 1 (out of processes, then `kill -9 -1`): start again
             exec_id = create()["Id"]
-        return api.exec_start(exec_id, stream=True), lambda: api.exec_inspect(exec_id)["ExitCode"]
+        # not exec_start, which drops output that arrives together with the answer's head
+        response = api.post(f"{api.base_url}/v{api.api_version}/exec/{exec_id}/start",
+                            json={"Detach": False, "Tty": False}, stream=True, timeout=None)
+        response.raise_for_status()
+
+        def chunks():   # frames: stream number (4 bytes), length (4 bytes), data
+            with response:
+                while head := response.raw.read(8):
+                    yield response.raw.read(int.from_bytes(head[4:], "big"))
+        return chunks(), lambda: api.exec_inspect(exec_id)["ExitCode"]
 
     def kill(self):
         """End every process, keep the files. A restart, since a second exec would fail at the process limit."""
@@ -527,8 +546,8 @@ class Bubblewrap(Sandbox):
             self.mounts[inside].mkdir()
             os.chown(self.mounts[inside], self.uid, -1)
 
-    def _bwrap(self, cwd):
-        """The command line in front of a command."""
+    def _bwrap(self, cwd, env):
+        """The command line in front of a command; its environment is set last: an LD_PRELOAD must not reach bwrap."""
         binds = [("--ro-bind", host, inside) for host, inside in self.runtimes.items()]
         binds += [("--ro-bind", self.socket, SOCKET)] if self.socket else []
         binds += [("--bind", host, inside) for inside, host in self.mounts.items()]
@@ -551,15 +570,15 @@ class Bubblewrap(Sandbox):
         # data, not address space: node and the like reserve far more than they use
         files = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         words += ["/usr/bin/prlimit", f"--data={self.memory_mb << 20}", f"--nproc={self.pids}", f"--fsize={10 << 30}",
-                  f"--nofile={files}", "--core=0", "--"]
+                  f"--nofile={files}", "--core=0", "--", "/usr/bin/env", "-i", *(f"{k}={v}" for k, v in env.items())]
         return [str(word) for word in words]
 
     def _run(self, argv, env, cwd, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT):
         with self.lock:   # nothing starts once stop() has run
             if not self.folder:
                 raise SandboxError(f"{self.name} is stopped")
-            process = subprocess.Popen(self._bwrap(cwd) + argv, env={**DEFAULTS, **self.env.env, **env},
-                                       stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
+            process = subprocess.Popen(self._bwrap(cwd, DEFAULTS | self.env.env | env) + argv, env={}, stdin=stdin,
+                                       stdout=subprocess.PIPE, stderr=stderr)
             self.running = [p for p in self.running if p.poll() is None] + [process]
 
         def chunks():
@@ -586,22 +605,22 @@ class Bubblewrap(Sandbox):
         self._mount(_folders(copies))
         super()._put(copies)
 
-    def _tar(self, words, **pipes):
-        """tar runs inside, as the user there: a link made there leads nowhere on the host. Returns (exit code, output)."""
+    def _tar(self, inside, words, **pipes):
+        """(exit code, output) of tar, run inside as the user there: a link made there leads nowhere on the host."""
         chunks, poll = self._run(["tar", *words], {}, "/", **pipes)
-        output = _spool(chunks, f"{words[-1]} in {self.name}")
+        output = _spool(chunks, f"{inside} in {self.name}")
         while (code := poll()) is None:
             time.sleep(0.001)
         return code, output
 
     def _unpack(self, archive, parent):
-        code, output = self._tar(["-x", "--no-overwrite-dir", "-C", parent], stdin=archive)
+        code, output = self._tar(parent, ["-x", "--no-overwrite-dir", "-C", parent], stdin=archive)
         if code:
             raise SandboxError(f"put into {self.name}: {output.read(1000).decode(errors='replace')}")
 
     def _get(self, inside):
         parent, name = posixpath.split(inside.rstrip("/"))
-        code, archive = self._tar(["-c", "-C", parent, "--", name], stderr=subprocess.DEVNULL)
+        code, archive = self._tar(inside, ["-c", "-C", parent, "--", name], stderr=subprocess.DEVNULL)
         if not archive.read(tarfile.BLOCKSIZE).strip(b"\0"):
             raise FileNotFoundError(f"{inside} is not there in {self.name}")
         if code > 1:   # 1: a file changed while it was read

@@ -356,7 +356,7 @@ def main(cfg: Config):
                 log({"phase": "eval", "when": when, "set": name, "harness": h, "time_s": time.time() - begin} | s,
                     f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
 
-    engine_args = [*(["--enforce-eager", "--max-num-seqs", "64"] if not is_gpu else ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
+    engine_args = [*(["--distributed-executor-backend", "uni", "--max-num-seqs", "64"] if not is_gpu else ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
                    *cfg.engine_args.split()]
     make_engine = lambda which: boundary.Proxy(model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
     engine = None
