@@ -14,7 +14,7 @@ place of the engine's forward pass only; weights handed over by handle; no admin
 Not covered: a client that leaves and comes back is a new call (its first is recorded as aborted); calls other than main are told
 apart by nothing yet; `--graft full`; Claude Code's nonces and moving `cache_control` are not stripped; tool calls are streamed by
 vLLM's own incremental parser."""
-import argparse, asyncio, contextvars, hashlib, itertools, json, os, pickle, re, sys, tempfile, threading, time
+import argparse, asyncio, contextvars, functools, hashlib, itertools, json, os, pickle, re, socket, tempfile, threading, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,8 @@ import tree
 CALL = contextvars.ContextVar("call", default=None)         # the Pending call of the request that this asyncio task serves
 ROUTES = {("POST", "/v1/chat/completions"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/responses"),
           ("GET", "/v1/models"), ("GET", "/v1/models/policy"), ("HEAD", "/"), ("HEAD", "/api/hello")}
+HARNESS_CHOOSES = ("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+                   "logprobs", "output_kind")               # every other sampling parameter changes probabilities: the run owns it
 CACHE = Path(os.environ.get("HARNESS_RL_CACHE", Path.home() / ".cache" / "harness-rl"))
 
 
@@ -73,27 +75,34 @@ def graft(template_ids: list, calls: list, eos_ids: set, decode, mode: str) -> t
     An earlier call is continued when this rendered prompt starts with its rendered prompt and the assistant turn that follows says
     what it sampled: the same tokens, `exact` the same text, `canonical` the same meaning. The turn ends at the first end-of-turn token.
     Then the prompt is that call's recorded prompt and sampled ids, and behind them the rest of the rendering. Otherwise the rendering
-    goes through as it is, and the cause says what the nearest call's turn had become."""
+    goes through as it is. The cause says what the nearest call's turn had become; it is None where nothing else continues that call.
+    A reply that begins with white space may have merged with the last token of its prompt: the two are compared as one text then."""
     cause = "unknown" if calls else None
     for c in sorted(calls, key=lambda c: (len(c.template_ids), c.id), reverse=True):
-        n = len(c.template_ids)
-        if template_ids[:n] != c.template_ids: continue
-        turn = template_ids[n:]
-        if not turn: return c.prompt_ids, None, "retry"
-        end = next((i for i, t in enumerate(turn) if t in eos_ids), len(turn))
-        said, ended = (c.sampled_ids[:-1], 1) if c.sampled_ids and c.sampled_ids[-1] in eos_ids else (c.sampled_ids, 0)
-        same_text = turn[:end] == said or decode(turn[:end]) == decode(said)
-        same_meaning = same_text or meaning(decode(turn[:end])) == meaning(decode(said))
-        if turn[:end] == said or (same_text and mode != "off") or (same_meaning and mode == "canonical"):
-            return c.prompt_ids + c.sampled_ids + turn[end + ended:], c, None
-        if cause == "unknown":
-            cause = "retokenised" if same_text else "tool_call_rewritten" if "<tool_call>" in decode(said) else "history_edited"
+        n = tree.lcp(template_ids, c.template_ids)
+        if n == len(template_ids) == len(c.template_ids): return c.prompt_ids, None, "retry"
+        opening = c.template_ids[n:]                        # empty, but for a merged token
+        if eos_ids & set(opening): continue
+        end = next((i for i in range(n, len(template_ids)) if template_ids[i] in eos_ids), len(template_ids))
+        has_end = bool(c.sampled_ids) and c.sampled_ids[-1] in eos_ids
+        said = c.sampled_ids[:-1] if has_end else c.sampled_ids
+        turn, is_same = template_ids[n:end], template_ids[n:end] == said and not opening
+        prefix, got, meant = (decode(ids) for ids in (opening, turn, opening + said))
+        if not got.startswith(prefix): continue             # another role's turn
+        same_text = is_same or got == meant
+        same_meaning = same_text or meaning(got[len(prefix):]) == meaning(meant[len(prefix):])
+        if is_same or (same_text and mode != "off") or (same_meaning and mode == "canonical"):
+            if has_end and end < len(template_ids): said, end = c.sampled_ids, end + 1      # the end of turn that was sampled
+            is_branch = any(d.prompt_ids[:len(c.ids)] == c.ids for d in calls)              # something continues it already
+            return c.prompt_ids + said + template_ids[end:], c, cause.replace("unknown", "history_edited") if is_branch else None
+        if cause == "unknown": cause = "retokenised" if same_text else "tool_call_rewritten" if "<tool_call>" in meant else "history_edited"
     return template_ids, None, cause
 
 
 # --- the recording engine ---------------------------------------------------------------------------------------------------------
 def make_recorder():
     """vLLM is imported late: `--help` and bad arguments answer at once."""
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     class Recorder(AsyncLLM):
@@ -102,20 +111,14 @@ def make_recorder():
         async def generate(self, prompt, sampling_params, request_id, **kw):
             call = CALL.get()
             assert call is not None and call.prompt_ids is not None, f"request {request_id} did not come through a session"
-            session, p = call.session, sampling_params
-            room = self.model_config.max_model_len - len(call.prompt_ids)
-            p.max_tokens = min(n for n in (p.max_tokens, call.max_tokens, session.max_tokens or None, room) if n)
-            p.temperature, p.top_p, p.top_k, p.min_p, p.seed, p.n = session.temperature, 1.0, 0, 0.0, None, 1
-            p.presence_penalty = p.frequency_penalty = 0.0
-            p.repetition_penalty, p.min_tokens, p.ignore_eos = 1.0, 0, False
-            p.logit_bias = p.structured_outputs = p.allowed_token_ids = p.bad_words = None
+            session, number = call.session, call.session.num_started
+            if session.script is not None and number >= len(session.script):
+                raise ValueError(f"the script of session {session.id} has {len(session.script)} lines, call {number + 1} wants more")
+            p = SamplingParams(**{name: getattr(sampling_params, name) for name in HARNESS_CHOOSES})
+            p.temperature = session.temperature
+            p.max_tokens = min(n for n in (sampling_params.max_tokens, call.max_tokens, session.max_tokens) if n)
             p.logprobs = p.logprobs or 0                    # 0: that of the sampled token alone
-            number = session.num_started
-            session.num_started += 1
-            if session.script is not None:
-                if number >= len(session.script):
-                    raise ValueError(f"the script of session {session.id} has {len(session.script)} lines, call {number + 1} wants more")
-                p.extra_args = {"scripted": session.script[number]}
+            if session.script is not None: p.extra_args = {"scripted": session.script[number]}
             ids, logp, versions, first_s, is_written = [], [], [], None, False
 
             def write(finish):
@@ -128,6 +131,7 @@ def make_recorder():
                 session.calls.append(done)
                 session.heads.append((call.tools, call.system))
 
+            session.num_started += 1
             try:
                 async for out in super().generate(prompt, p, request_id, **kw):
                     c = out.outputs[0]
@@ -142,6 +146,8 @@ def make_recorder():
                     elif new: versions.append([self.version, len(new)])
                     if out.finished and not is_written:
                         is_written = True
+                        spans = c.weight_versions or ()     # exact also where all tokens come in one piece
+                        if spans: versions[:] = [[int(v.version), v.end - v.start] for v in spans]
                         write(c.finish_reason)
                     yield out
             finally:
@@ -194,7 +200,7 @@ class Front:
     def __init__(self, app, sessions): self.app, self.sessions = app, sessions
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http": return await self.app(scope, receive, send)
+        if scope["type"] != "http": return await send({"type": "websocket.close"})
         path, port = scope["server"]
         session = self.sessions.get(path if port is None else port)
         if session is None: return await refuse(send, 403, "this session is finished")
@@ -224,6 +230,7 @@ class Proxy:
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
                      "--enable-auto-tool-choice", "--tool-call-parser", tool_parser, "--disable-fastapi-docs",
                      "--worker-extension-cls", "proxy.WeightReceiver", *engine_args]
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")    # INFO shows what vLLM decided
         self.is_scripted = engine == "scripted"
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="proxy", daemon=True)
@@ -256,6 +263,7 @@ class Proxy:
         try:                                                # torchrun's variables are the trainer's, not the engine's
             if self.is_scripted: async_llm.EngineCoreClient = ScriptedCore
             self.engine = make_recorder().from_vllm_config(config, disable_log_stats=True)
+            if not self.is_scripted: await self.engine.update_weight_version("0")
         finally:
             async_llm.EngineCoreClient = client
             os.environ.update(launch)
@@ -271,6 +279,7 @@ class Proxy:
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
         eos_ids = {self.tokenizer.eos_token_id}
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)     # the text that a harness was told
         digest = lambda x: hashlib.sha256(json.dumps(x, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
@@ -279,15 +288,21 @@ class Proxy:
                 if getattr(request, name, None) is not None:
                     call.max_tokens = getattr(request, name)
                     setattr(request, name, None)
+            for name, value in (("n", 1), ("use_beam_search", False)):
+                if getattr(request, name, None): setattr(request, name, value)
+            if getattr(request, "tool_choice", None) not in (None, "none", "auto"): request.tool_choice = "auto"    # no grammar
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
             role = lambda m: m.get("role") if isinstance(m, dict) else getattr(m, "role", None)
             session, call.template_ids = call.session, list(prompt["prompt_token_ids"])
             call.tools, call.system = digest(tool_dicts), digest([m for m in messages if role(m) in ("system", "developer")][:1])
             usable = [c for c in session.calls if c.finish not in ("abort", "error")]
-            call.prompt_ids, _, call.cause = graft(call.template_ids, usable, eos_ids, self.tokenizer.decode, self.mode)
+            call.prompt_ids, _, call.cause = graft(call.template_ids, usable, eos_ids, decode, self.mode)
             if call.cause == "unknown":
                 call.cause = ("tools_changed" if all(t != call.tools for t, _ in session.heads) else
                               "system_changed" if all(s != call.system for _, s in session.heads) else "history_edited")
+            limit = self.engine.model_config.max_model_len
+            if len(call.prompt_ids) >= limit:               # in the words by which harnesses know that they must compact
+                raise ValueError(f"This model's maximum context length is {limit} tokens. However, your prompt has {len(call.prompt_ids)} tokens")
             prompt["prompt_token_ids"] = call.prompt_ids
             return conversation, [prompt]
         return wrapped
@@ -314,7 +329,10 @@ class Proxy:
         self.sessions.pop(session.address, None)
 
     def close_session(self, session: Session):
+        """Ends it, and waits until the calls that were running are in the record: their clients are gone, so they abort."""
         self.end_session(session)
+        deadline = time.monotonic() + 5
+        while len(session.calls) < session.num_started and time.monotonic() < deadline: time.sleep(0.002)
         self.loop.call_soon_threadsafe(session.server.close)
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)
 
@@ -324,6 +342,7 @@ class Proxy:
             await self.engine.pause_generation(mode="keep", clear_cache=True)
             counts = await self.engine.collective_rpc("load_handles", args=(pickle.dumps(handles),))
             assert await self.engine.reset_prefix_cache(), "the prefix cache could not be reset: keys of old weights would be reused"
+            await self.engine.update_weight_version(str(version))
             self.engine.version = version
             await self.engine.resume_generation()
             return counts
@@ -364,3 +383,46 @@ def resolve_model(name: str) -> str:
         except OSError: assert (folder / "config.json").is_file(), f"{folder} is in the way: remove it"
         else: os.mkdir(tmp)                                 # for TemporaryDirectory to remove
     return str(folder)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------------
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="Serves one session on loopback and records it.", allow_abbrev=False)
+    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2")
+    p.add_argument("--session", required=True, help="its name; the record is RECORD/SESSION.jsonl")
+    p.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
+    p.add_argument("--record", required=True, help="folder for the record")
+    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm")
+    p.add_argument("--script", help="with --engine scripted: a file, one line = one reply")
+    p.add_argument("--temperature", type=float, default=1.0)
+    p.add_argument("--max_model_len", type=int, default=8192, help="context, tokens")
+    p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
+    p.add_argument("--graft", choices=("off", "exact", "canonical"), default="canonical")
+    args = p.parse_args(argv)
+    if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
+    if not re.fullmatch(r"[\w.-]+", args.session): p.error(f"--session {args.session}: letters, digits, dot, dash and underscore only")
+    return args
+
+
+def main(args):
+    script = Path(args.script).read_text().splitlines() if args.script else None
+    with socket.socket() as probe:                          # before the model is loaded
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try: probe.bind(("127.0.0.1", args.port))
+        except (OSError, OverflowError) as e: raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; take another port or end what listens there") from None
+    record = Path(args.record) / f"{args.session}.jsonl"
+    if record.exists(): raise FileExistsError(f"--session {args.session}: {record} is there already; name another session")
+    with Proxy(resolve_model(args.model), max_model_len=args.max_model_len, engine=args.engine, graft=args.graft) as proxy:
+        header = {"task": "by-hand", "harness": "by-hand", "model": args.model}
+        session = proxy.open_session(args.session, record, header, temperature=args.temperature, max_tokens=args.max_tokens,
+                                     script=script, port=args.port)
+        print(f"http://127.0.0.1:{args.port}/v1 (OpenAI), http://127.0.0.1:{args.port} (Anthropic), model 'policy'; Ctrl-C ends it", flush=True)
+        try: threading.Event().wait()
+        except KeyboardInterrupt: pass
+        session.write({"type": "end", "outcome": "ok" if session.calls else "no_calls", "reward": None, "detail": "ended by hand"})
+        print(f"{len(session.calls)} calls in {record}; python tree.py {record}")
+
+
+if __name__ == "__main__":
+    import rollout                                          # only for how a command ends
+    rollout.command(main, parse())

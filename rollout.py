@@ -10,6 +10,7 @@ the harness's and the verifier's output (.log).
 
 Outcomes, and what becomes of the reward:
     ok             the harness ended with status 0                       the verifier's
+    overlong       the harness ran out of turns, no final answer         0: else a policy learns never to stop
     timeout        the agent's time limit ended it                       the verifier's, of what stood then
     harness_error  the harness ended with another status                 the verifier's: exit status is no success signal
     verifier_error the verifier wrote no reward or no number             none: leaves loss and statistics
@@ -17,7 +18,7 @@ Outcomes, and what becomes of the reward:
     no_calls       the harness never reached the model                   none, and a warning
 Tasks are in Harbor's format: instruction.md, task.toml, environment/Dockerfile, tests/test.sh -> /logs/verifier/reward.txt (a number,
 or reward.json with "reward"), solution/solve.sh."""
-import argparse, concurrent.futures, json, math, os, re, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
+import argparse, concurrent.futures, contextlib, json, math, os, re, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,17 +52,21 @@ def load_task(path: Path, id: str, base_images: dict) -> Task:
         if not (path / name).is_file(): raise FileNotFoundError(f"task {path}: {name} is missing")
     try: toml = tomllib.loads((path / "task.toml").read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e: raise ValueError(f"task {path}: task.toml: {e}") from None
+    try: instruction = (path / "instruction.md").read_text().strip()
+    except UnicodeDecodeError as e: raise ValueError(f"task {path}: instruction.md: {e}") from None
 
     def number(section, key, default):
         value = toml.get(section, {}).get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"task {path}: task.toml: [{section}] {key} = {value!r}; a number above 0 is needed")
         return value
     for section in ("agent", "verifier", "environment"):
         if not isinstance(toml.get(section, {}), dict): raise ValueError(f"task {path}: task.toml: {section} is no table")
     box = toml.get("environment", {})
     if box.get("allow_internet"): raise ValueError(f"task {path}: allow_internet = true is not supported; remove it or the task")
-    return Task(id, path, (path / "instruction.md").read_text().strip(), sandbox.environment(path, base_images, box.get("docker_image")),
+    image = box.get("docker_image", "")
+    if not isinstance(image, str): raise ValueError(f"task {path}: task.toml: [environment] docker_image = {image!r}; an image's name is needed")
+    return Task(id, path, instruction, sandbox.environment(path, base_images, image),
                 number("agent", "timeout_sec", 600), number("verifier", "timeout_sec", 600),
                 {"memory_mb": int(number("environment", "memory_mb", 2048)), "cpus": number("environment", "cpus", 1)})
 
@@ -87,18 +92,22 @@ class Job:
     def id(self): return f"{self.task.id}.{self.harness}.{self.sample}"
 
 
+def record_path(out: Path, job: Job) -> Path:
+    return out / (re.sub(r"[^\w.-]", "-", job.id) + ".jsonl")
+
+
 class Runner:
     """What all rollouts of a run share. `proxy` may be None for oracle and nop."""
 
     def __init__(self, proxy, kind: str, run_id: str, *, model="", temperature=1.0, max_tokens=0, num_parallel=8):
         self.proxy, self.kind, self.run_id, self.model = proxy, kind, run_id, model
         self.temperature, self.max_tokens, self.num_parallel = temperature, max_tokens, num_parallel
-        self.is_stopping = threading.Event()
+        self.is_stopping, self.boxes = threading.Event(), []
 
     def run(self, job: Job, out: Path) -> tree.Rollout:
         """One rollout, whatever becomes of it: the fault boundary. -> as read back from its record."""
-        base = out / re.sub(r"[^\w.-]", "-", job.id)
-        record, log = base.with_name(base.name + ".jsonl"), base.with_name(base.name + ".log")
+        record = record_path(out, job)
+        log = record.with_suffix(".log")
         log.unlink(missing_ok=True)
         seconds, session = {}, None
         header = {"task": job.task.id, "harness": job.harness, "model": self.model}
@@ -110,14 +119,13 @@ class Runner:
                 session = self.proxy.open_session(job.id, record, header, temperature=self.temperature, max_tokens=self.max_tokens,
                                                   script=list(job.script) if job.script is not None else None)
             end = self.agent_and_verify(job, session, log, seconds)
-        except (sandbox.SandboxError, OSError) as e:
-            end = {"outcome": "infra_error", "reward": None, "detail": str(e)}
-        except Exception:
-            if self.is_stopping.is_set(): raise
-            end = {"outcome": "infra_error", "reward": None, "detail": traceback.format_exc(limit=-3)}
+        except Exception as e:
+            if self.is_stopping.is_set(): raise             # the record stays without an end
+            is_known = isinstance(e, (sandbox.SandboxError, OSError))
+            end = {"outcome": "infra_error", "reward": None, "detail": str(e) if is_known else traceback.format_exc(limit=-3)}
         finally:
             if session is not None: self.proxy.close_session(session)
-        if session is not None and not session.calls and end["outcome"] in ("ok", "harness_error", "timeout"):
+        if session is not None and not session.calls and end["outcome"] in ("ok", "overlong", "harness_error", "timeout"):
             end |= {"outcome": "no_calls", "reward": None, "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
             print(f"warning: {job.id}: {end['detail']}", file=sys.stderr)
         with open(record, "a") as f:
@@ -128,7 +136,12 @@ class Runner:
         """-> outcome, reward, detail; fills seconds by stage."""
         task, lap = job.task, time.perf_counter()
         harness = harnesses.load(job.harness) if session else None
-        make = lambda stage, **kw: sandbox.SANDBOXES[self.kind](task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **task.limits, **kw)
+
+        def make(stage, **kw):
+            box = sandbox.SANDBOXES[self.kind](task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **task.limits, **kw)
+            self.boxes.append(box)
+            if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
+            return box
 
         def took(stage):
             nonlocal lap
@@ -143,9 +156,13 @@ class Runner:
             else: argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction}
             result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log)
             if session: self.proxy.end_session(session)
+            outcome = ("timeout" if result.timed_out else "ok" if result.exit_code == 0 else
+                       "overlong" if harness and result.exit_code == harness.overlong_exit else "harness_error")
             took("agent")
             with make("verify") as fresh:
-                box.carry(fresh.workdir, fresh)             # replaces what the image holds there
+                try: box.carry(fresh.workdir, fresh)        # replaces what the image holds there
+                except (FileNotFoundError, ValueError) as e:        # the agent's doing, so no infra_error
+                    return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"}
                 box.stop()
                 fresh.put(task.path / "tests", "/tests")
                 with open(log, "a") as f: f.write("\n=== verifier\n")
@@ -153,21 +170,26 @@ class Runner:
                 reward, problem = read_reward(fresh, verdict)
             took("verify")
         if problem: return {"outcome": "verifier_error", "reward": None, "detail": problem}
-        outcome = "timeout" if result.timed_out else "ok" if result.exit_code == 0 else "harness_error"
-        return {"outcome": outcome, "reward": reward, "detail": "" if outcome == "ok" else f"exit status {result.exit_code}"}
+        detail = "" if outcome == "ok" else f"exit status {result.exit_code}, the verifier gave {reward:g}"
+        return {"outcome": outcome, "reward": 0. if outcome == "overlong" else reward, "detail": detail}
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
         """Rollouts of all jobs, in their order; a progress bar. Ctrl-C or a fault ends what runs, sandboxes first."""
         out.mkdir(parents=True, exist_ok=True)
         pool = concurrent.futures.ThreadPoolExecutor(self.num_parallel)
+        futures = []
         try:
-            futures = [pool.submit(self.run, job, out) for job in jobs]
+            for job in jobs: futures.append(pool.submit(self.run, job, out))
             bar = tqdm(concurrent.futures.as_completed(futures), total=len(jobs), desc=what, disable=quiet or None, leave=False)
             for future in bar: future.result()
             return [future.result() for future in futures]
         except BaseException:
             self.is_stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):     # one that had just been made may start after a stop
+                with contextlib.suppress(sandbox.SandboxError):
+                    for box in self.boxes: box.stop()
+                time.sleep(0.05)
             sandbox.reap(self.run_id)
             raise
         finally: pool.shutdown()
@@ -255,12 +277,16 @@ def parse(argv=None):
     args = p.parse_args(argv)
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
     if args.n < 1 or args.num_parallel < 1: p.error(f"--n {args.n} and --num_parallel {args.num_parallel}: at least 1")
+    if not 0 <= args.temperature <= 10: p.error(f"--temperature {args.temperature}: from 0 (greedy) to 10")
     return args
 
 
 def make_jobs(tasks, names, n, script=None) -> list:
     """script: None, 'solution', or a file whose lines every session gets."""
-    lines = Path(script).read_text().splitlines() if script and script != "solution" else None
+    lines = None
+    if script and script != "solution":
+        if not Path(script).is_file(): raise FileNotFoundError(f"--script {script}: no such file; give one with a reply a line, or 'solution'")
+        lines = Path(script).read_text().splitlines()
 
     def texts(task, name):
         if script is None or name in WITHOUT_MODEL: return None
@@ -278,6 +304,8 @@ def main(args):
     kind = sandbox.choose(args.sandbox)
     tasks = load_tasks(args.tasks, base_images(args.base_image))
     jobs = make_jobs(tasks[:args.limit or None], names, args.n, args.script)
+    for record in (record_path(Path(args.out), job) for job in jobs):
+        if record.exists(): raise FileExistsError(f"--out {args.out}: {record.name} is there already; name another folder or remove it")
     sandbox.reap()
     proxy, model = None, ""
     try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -28,7 +29,7 @@ import algos, rollout, sandbox, tree
 class Config:
     # run
     out: str = "runs/grpo"               # run folder; must not hold a run yet
-    steps: int = 30                      # RL steps
+    steps: int = 40                      # RL steps
     seed: int = 0                        # of task order; the engine samples unseeded
     wandb: bool = False                  # also log to Weights & Biases
     # model and engine
@@ -45,16 +46,16 @@ class Config:
     harness: str = "bash"                # harnesses to train through, with commas
     sandbox: str = "auto"                # auto, docker, bubblewrap
     base_image: str = ""                 # NAME=LOCAL,...: local images in the place of others
-    num_parallel: int = 16               # rollouts at once, a rank
+    num_parallel: int = 32               # rollouts at once, a rank
     # cold start
-    warmup_steps: int = 6                # supervised steps on demonstrations (0 = none)
+    warmup_steps: int = 16               # supervised steps on demonstrations (0 = none)
     warmup_rollouts: int = 8             # demonstrations a warm-up step
-    warmup_lr: float = 2e-5              # learning rate of the warm-up
+    warmup_lr: float = 3e-5              # learning rate of the warm-up
     # algorithm
     algo: str = "grpo"                   # grpo, gspo
     tasks_per_step: int = 8              # groups a step are these times the number of harnesses
     group_size: int = 8                  # rollouts a group
-    lr: float = 1e-5                     # learning rate of RL (0 = canary: nothing may drift)
+    lr: float = 2e-5                     # learning rate of RL (0 = canary: nothing may drift)
     lr_warmup_steps: int = 2             # linear rise of the learning rate, RL steps
     weight_decay: float = 0.0
     grad_clip: float = 1.0               # greatest global gradient norm
@@ -75,7 +76,7 @@ class Config:
     share: bool = True                   # compute shared prefixes once (no_share: each path by itself)
     # evaluation and checkpoints
     eval_every: int = 0                  # RL steps between evaluations (0 = only before, after the cold start, and at the end)
-    eval_n: int = 2                      # samples an evaluation task
+    eval_n: int = 2                      # samples an evaluation task (bare model: 1, it rambles)
     checkpoint: bool = True              # save the last weights in Hugging Face form
 
 
@@ -239,7 +240,9 @@ def main(cfg: Config):
         print(line, flush=True)
 
     # 2. the model, sharded --------------------------------------------------------------------------------------------------------
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    transformers.logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     dtype = getattr(torch, cfg.dtype)
@@ -348,15 +351,15 @@ def main(cfg: Config):
         for i in range(len(jobs)): merged.append(parts[i % world][i // world])
         return merged
 
-    def evaluate(engine, when: str):
+    def evaluate(engine, when: str, n: int):
         for name, tasks in eval_sets.items():
-            done = roll(engine, rollout.make_jobs(tasks, names, cfg.eval_n), f"eval-{when}", f"evaluate {name}")
+            done = roll(engine, rollout.make_jobs(tasks, names, n), f"eval-{when}", f"evaluate {name}")
             for h in names:
                 s = rollout.summary([r for r in done if r.harness == h])
                 log({"phase": "eval", "when": when, "set": name, "harness": h, "time_s": time.time() - begin} | s,
                     f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
 
-    engine_args = [*(["--distributed-executor-backend", "uni", "--max-num-seqs", "64"] if not is_gpu else ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
+    engine_args = [*(["--distributed-executor-backend", "uni", "--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
                    *cfg.engine_args.split()]
     make_engine = lambda which: boundary.Proxy(model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
     engine = None
@@ -374,7 +377,7 @@ def main(cfg: Config):
             log({"phase": "demonstrations", "num": len(done), "solved": len(demos)}, f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
         engine = make_engine("vllm")
         log({"phase": "ready", "time_s": time.time() - begin}, f"[{time.time() - begin:6.0f} s] engine up; sandbox: {kind}")
-        evaluate(engine, "bare")
+        evaluate(engine, "bare", 1)
         for step in range(cfg.warmup_steps):
             part = [demos[(step * cfg.warmup_rollouts + i) % len(demos)] for i in range(cfg.warmup_rollouts)]
             m = update(part, torch.ones(len(part)), -1, cfg.warmup_lr, is_supervised=True)
@@ -384,10 +387,10 @@ def main(cfg: Config):
             opt.state.clear()                               # another objective: its moments would point elsewhere
             version += 1
             hand_over(engine, version)
-            evaluate(engine, "cold")
+            evaluate(engine, "cold", cfg.eval_n)
 
         # 6. RL --------------------------------------------------------------------------------------------------------------------
-        queue = []
+        queue, me = [], psutil.Process()
         for step in range(cfg.steps):
             lap, times = time.time(), {}
 
@@ -422,12 +425,13 @@ def main(cfg: Config):
                   "calls/num": len(calls), "calls/sampled_tokens": sum(len(c.sampled_ids) for c in calls),
                   "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls), "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
                   "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify"),
-                  "memory/trainer_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "time/total_s": time.time() - begin} | times
+                  "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                  "memory/all_gb": sum(p.memory_info().rss for p in [me, *me.children(recursive=True)]) / 2**30, "time/total_s": time.time() - begin} | times
             log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, {flat} of {len(group)} groups without variance, "
                    f"entropy {m.get('train/entropy', math.nan):.3f}, |dlogp| {m.get('fidelity/gap_mean', math.nan):.4f}, r {m.get('fidelity/gap_pearson', math.nan):.4f}, "
                    f"{m.get('tokens/trained', 0)} tokens trained; rollout {times['time/rollout_s']:.0f} s, train {times['time/train_s']:.0f} s, weights {times['time/weights_s']:.1f} s")
-            if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps: evaluate(engine, f"step-{step + 1}")
-        if cfg.steps: evaluate(engine, "end")
+            if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps: evaluate(engine, f"step-{step + 1}", cfg.eval_n)
+        if cfg.steps: evaluate(engine, "end", cfg.eval_n)
 
         # 7. the checkpoint --------------------------------------------------------------------------------------------------------
         if cfg.checkpoint:

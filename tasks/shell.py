@@ -1,6 +1,6 @@
 """Small shell tasks in Harbor's format, drawn from a fixed seed: each solved by one short command (two for `collect`).
 
-    python tasks/shell.py OUT_DIR       ~700 tasks in a second; does nothing when OUT_DIR already holds exactly these
+    python tasks/shell.py OUT_DIR       500 tasks in a second; does nothing when OUT_DIR already holds exactly these
 
 OUT_DIR/train/<kind>-NN     20 instances of every kind in TRAINED
 OUT_DIR/heldout/<kind>-NN   6 new instances of those: no two tasks of a kind name the same files, words and numbers
@@ -111,7 +111,7 @@ def derive(commands: str, lines_of, *phrasings: str, source="{A}") -> Kind:
 
 
 FILE = {"{a}": "{A}"}
-TRAINED = {
+KINDS = {
     "create": Kind("echo {line} > {a}", (
         "Create the file {a} with the line: {line}", "Write the line {line} to a new file {a}.",
         "Put the text {line} in {a}."),
@@ -176,8 +176,6 @@ TRAINED = {
     "count_words": derive("wc -w < {a} > {b}", lambda s: [len(s["A"].split())],
                           "Count the words in {a} and write the number to {b}.",
                           "Save the number of words of {a} in {b}."),
-}
-NEW = {
     "symlink": Kind("ln -s {a} {d}", ("Create a symbolic link {d} to {a}.", "Make {d} a symlink that points to {a}."),
                     FILE, new={"{d} -> {a}": None}),
     "reverse": derive("tac {a} > {b}", lambda s: s["lines"][::-1],
@@ -189,6 +187,9 @@ NEW = {
                            "Count the different lines in {a} and write the number to {b}.",
                            "Save the number of unique lines of {a} in {b}."),
 }
+NEW = {name: KINDS.pop(name) for name in ("append copy_folder collect delete_pattern head tail grep_not sort_numbers sort_reverse unique "
+                                          "count_words cut symlink reverse uppercase count_unique").split()}
+TRAINED = KINDS
 
 
 def listing(paths):

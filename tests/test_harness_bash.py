@@ -161,9 +161,9 @@ def test_chunked_answer(tmp_path):
 
 
 def test_max_turns(tmp_path):
-    """Would catch a loop without end, or one reply too few."""
+    """Would catch a loop without end, one reply too few, and a run without a final answer that passes for a finished one."""
     result, requests = episode(tmp_path, ["echo x >> f"] * 9, MAX_TURNS="3")
-    assert result.returncode == 0 and len(requests) == 3 and (tmp_path / "work/f").read_text() == "x\n" * 3
+    assert result.returncode == 4 and len(requests) == 3 and (tmp_path / "work/f").read_text() == "x\n" * 3
 
 
 # ---- the forwarder ----

@@ -1,0 +1,126 @@
+"""What the tests of the model's side share: a tiny random model, engines over it, clients, tasks. All of it real."""
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+QUICK = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "KMP_BLOCKTIME": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+         "TRANSFORMERS_VERBOSITY": "error"}        # for this process, its engines and commands
+for name, value in QUICK.items():
+    os.environ.setdefault(name, value)
+ENGINE = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16", "--distributed-executor-backend", "uni"]
+
+import httpx
+import pytest
+
+import sandbox
+
+# ChatML with tools and tool calls as Hermes writes them; SmolLM2's own template renders none.
+TEMPLATE = """{% if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A Llama of 2 layers with random weights, large enough that each weight and each earlier token matters; tied, as SmolLM2 is."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    import proxy
+    tokenizer, folder = AutoTokenizer.from_pretrained(proxy.resolve_model("smollm2")), tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.1, tie_word_embeddings=True,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def scripted(tiny):
+    """A proxy whose sessions say what their script says."""
+    import proxy
+    with proxy.Proxy(tiny, max_model_len=1024, engine="scripted", engine_args=ENGINE) as p:
+        yield p
+
+
+@pytest.fixture(scope="module")
+def real(tiny):
+    """A proxy over vLLM itself."""
+    import proxy
+    with proxy.Proxy(tiny, max_model_len=1024, engine="vllm", engine_args=ENGINE) as p:
+        yield p
+
+
+@pytest.fixture
+def connect(tmp_path):
+    """connect(proxy, script) -> a session; connect.client(session) -> httpx over its socket. All closed at the end."""
+    opened, clients = [], []
+
+    def connect(proxy, script=None, **kw):
+        header = {"task": "t", "harness": "h", "model": "tiny"}
+        session = proxy.open_session(f"s{len(opened)}", tmp_path / f"s{len(opened)}.jsonl", header, script=script, **kw)
+        opened.append((proxy, session))
+        return session
+
+    def client(session, web=httpx, **kw):
+        clients.append(web.Client(transport=web.HTTPTransport(uds=session.address), base_url="http://model", timeout=60, **kw))
+        return clients[-1]
+    connect.client = client
+    yield connect
+    for c in clients: c.close()
+    for proxy, session in opened: proxy.close_session(session)
+
+
+@pytest.fixture(scope="session")
+def shell_tasks(tmp_path_factory):
+    """The folder of all generated shell tasks."""
+    from tasks import shell
+    return shell.generate(tmp_path_factory.mktemp("tasks") / "shell")
+
+
+def runs(kind: str) -> str:
+    """This kind of sandbox, or a skip where it does not run and this is no CI."""
+    problem = sandbox.SANDBOXES[kind].problem()
+    if problem and not os.environ.get("CI"): pytest.skip(problem)
+    assert not problem, problem
+    return kind
+
+
+@pytest.fixture(scope="session")
+def bubblewrap():
+    return runs("bubblewrap")
+
+
+@pytest.fixture(scope="session")
+def docker():
+    return runs("docker")
+
+
+def make_task(folder: Path, instruction="Do it.", solution="true", test="echo 1 > /logs/verifier/reward.txt", toml="", dockerfile="", **files):
+    """A task in Harbor's format: test is run with /logs/verifier there; toml and dockerfile are appended."""
+    for name in ("environment/files", "tests", "solution"): (folder / name).mkdir(parents=True)
+    (folder / "instruction.md").write_text(instruction)
+    (folder / "task.toml").write_text(f'version = "1.0"\n{toml}')
+    (folder / "environment/Dockerfile").write_text(f"FROM debian:bookworm-slim\nWORKDIR /app\nCOPY files/ /app/\n{dockerfile}")
+    (folder / "environment/files/here.txt").write_text("here\n")
+    (folder / "tests/test.sh").write_text(f"mkdir -p /logs/verifier\n{test}\n")
+    (folder / "solution/solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
+    for name, text in files.items(): (folder / name).write_text(text)
+    return folder

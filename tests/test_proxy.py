@@ -1,0 +1,561 @@
+"""proxy.py: vLLM's own server over a scripted engine and over vLLM itself, official clients, the record, grafting, new weights.
+
+The scripted engine stands in for what the model says and nothing else. The real one runs a tiny random model in float32."""
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import anthropic
+import httpx
+import openai
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.multiprocessing.reductions import reduce_tensor
+
+try: import httpx2                          # anthropic's since 2.0
+except ImportError: httpx2 = httpx
+
+from conftest import ROOT, make_task
+import proxy
+import rollout
+import tree
+
+torch.multiprocessing.set_sharing_strategy("file_system")
+USER = [{"role": "user", "content": "List the files."}]
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+
+
+def ask(client, messages=USER, **body):
+    return client.post(CHAT, json={"model": "policy", "messages": messages} | body)
+
+
+def say(client, messages, **body):
+    """One call -> the reply's text and the history with it, as a text-preserving harness keeps it."""
+    answer = ask(client, messages, **body)
+    assert answer.status_code == 200, answer.text
+    text = answer.json()["choices"][0]["message"]["content"]
+    return text, [*messages, {"role": "assistant", "content": text}]
+
+
+def render(tokenizer, messages, **kw):
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **kw)
+
+
+def gpt(connect, session, **kw):
+    return openai.OpenAI(base_url="http://model/v1", api_key="none", http_client=connect.client(session, **kw))
+
+
+def claude(connect, session, **kw):
+    return anthropic.Anthropic(base_url="http://model", api_key="none", http_client=connect.client(session, web=httpx2, **kw))
+
+
+def speak(kind, session, connect, stream):
+    """Says hello over one protocol, through its official client -> the reply's text."""
+    if kind == "messages":
+        client = claude(connect, session)
+        body = dict(model="policy", max_tokens=50, messages=USER, system="Be brief.")
+        if not stream: return client.messages.create(**body).content[0].text
+        with client.messages.stream(**body) as events: return "".join(events.text_stream)
+    client = gpt(connect, session)
+    if kind == "chat":
+        body = dict(model="policy", messages=[{"role": "system", "content": "Be brief."}, *USER])
+        if not stream: return client.chat.completions.create(**body).choices[0].message.content
+        return "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(stream=True, **body))
+    body = dict(model="policy", input=USER, instructions="Be brief.")
+    if not stream: return client.responses.create(**body).output_text
+    return "".join(e.delta for e in client.responses.create(stream=True, **body) if e.type == "response.output_text.delta")
+
+
+# ---- protocols and the record, scripted ----
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
+def test_three_protocols(scripted, connect, tokenizer, kind, stream):
+    """Would catch a protocol that is not recorded, whose prompt differs from its rendering, and tokens lost or repeated by
+    streaming; and log-probabilities made up where there are none (0 would be trained on as certainty)."""
+    session = connect(scripted, ["ls -a ≥ 1"])
+    assert speak(kind, session, connect, stream) == "ls -a ≥ 1"
+    call, = tree.read(session.record).calls
+    prompt = render(tokenizer, [{"role": "system", "content": "Be brief."}, *USER])
+    assert call.prompt_ids == call.template_ids == prompt and call.cause is None and call.kind == "main"
+    assert call.sampled_ids == [*tokenizer.encode("ls -a ≥ 1"), tokenizer.eos_token_id] and call.finish == "stop"
+    assert all(math.isnan(x) for x in call.logp_rollout) and '"logp": [null' in session.record.read_text()
+    assert call.received_s <= call.first_token_s <= call.finished_s and call.versions == [[0, len(call.sampled_ids)]]
+
+
+def test_on_disk_before_the_end_is_told(scripted, connect, tmp_path):
+    """Would catch a record written after the answer: a killed run would have trained a harness's next call without its last.
+    The record is a pipe here: who writes it waits for a reader, and the client must not have seen the end by then."""
+    session, seen, end = connect(scripted, ["one two three"]), [], threading.Event()
+    session.record = tmp_path / "pipe"
+    os.mkfifo(session.record)
+
+    def read():
+        with connect.client(session).stream("POST", CHAT, json={"model": "policy", "messages": USER, "stream": True}) as answer:
+            seen.extend(answer.iter_lines())
+        end.set()
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert not end.wait(0.5) and not any("finish_reason\":\"stop" in line or "[DONE]" in line for line in seen)
+    with open(session.record) as pipe: line = json.loads(pipe.read())
+    thread.join(10)
+    assert line["type"] == "call" and "data: [DONE]" in seen
+
+
+def test_sessions_do_not_mix(scripted, connect, tokenizer):
+    """Would catch a session taken from a global, from the latest connection or from a task that another request shares."""
+    sessions = [connect(scripted, [f"reply {i} {n}" for n in range(4)]) for i in range(4)]
+
+    def talk(i):
+        client, history = connect.client(sessions[i]), [{"role": "user", "content": f"I am {i}."}]
+        for n in range(4):
+            text, history = say(client, history, stream=False)
+            assert text == f"reply {i} {n}"
+            history = [*history, {"role": "user", "content": f"{i} again"}]
+    threads = [threading.Thread(target=talk, args=(i,)) for i in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    for i, session in enumerate(sessions):
+        calls = tree.read(session.record).calls
+        assert [tokenizer.decode(c.sampled_ids[:-1]) for c in calls] == [f"reply {i} {n}" for n in range(4)]
+        assert f"I am {i}." in tokenizer.decode(calls[0].prompt_ids) and all(c.cause is None for c in calls)
+
+
+def test_a_finished_session_refuses_without_a_retry(scripted, connect):
+    """Would catch an answer that clients retry (409, 429, 5xx): the harness would hang on after its rollout's end. Two official
+    clients, retries on: each must ask once."""
+    session, asked = connect(scripted, ["a", "b"]), []
+    client, hooks = connect.client(session), {"request": [asked.append]}
+    assert ask(client).status_code == 200
+    scripted.end_session(session)
+    answer = ask(client)
+    assert answer.status_code == 403 and answer.headers["x-should-retry"] == "false" and "finished" in answer.json()["error"]["message"]
+    with pytest.raises(openai.PermissionDeniedError):
+        gpt(connect, session, event_hooks=hooks).chat.completions.create(model="policy", messages=USER)
+    with pytest.raises(anthropic.PermissionDeniedError):
+        claude(connect, session, event_hooks=hooks).messages.create(model="policy", max_tokens=5, messages=USER)
+    assert len(asked) == 2 and len(tree.read(session.record).calls) == 1
+
+
+def test_only_the_model_is_reachable(scripted, connect):
+    """Would catch an admin route open to the agent: it could put the policy to sleep, load weights or read other sessions."""
+    client = connect.client(connect(scripted, ["a"]))
+    for path in ("/metrics", "/docs", "/openapi.json", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/load", "/pause", "/v1/load_lora_adapter",
+                 "/collective_rpc", "/reset_prefix_cache", "/v1/completions", "/v1/chat/completions/render", "/v1/responses/x/cancel",
+                 "/inference/v1/generate", "/start_profile", "/update_weights", "//v1/chat/completions", "/v1/models/../../metrics"):
+        for method in ("GET", "POST"):
+            assert client.request(method, path, json={}).status_code == 404, (method, path)
+    assert client.get("/v1/models").json()["data"][0]["id"] == "policy"
+    with socket.socket(socket.AF_UNIX) as raw:              # a websocket is no way around it
+        raw.connect(client._transport._pool._uds)
+        raw.sendall(b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")
+        assert raw.recv(100).split()[1] in (b"403", b"404")
+
+
+def test_script_used_up(scripted, connect):
+    """Would catch a hang, a repeat of the last line or a 500 (which clients retry) when a script is too short."""
+    session = connect(scripted, ["only"])
+    client = connect.client(session)
+    assert ask(client).status_code == 200
+    answer = ask(client)
+    assert answer.status_code == 400 and "script" in answer.text and "1 lines" in answer.text
+    assert len(tree.read(session.record).calls) == 1
+
+
+@pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
+@pytest.mark.parametrize("tokens", [2000, 1024])
+def test_context_overflow(scripted, connect, kind, tokens):
+    """Would catch an overflow that is cut, recorded, or told in another form than the protocol's: harnesses that compact would
+    not know it. 1024: the prompt fits exactly and leaves no room for a reply."""
+    session = connect(scripted, ["x"])
+    messages = [{"role": "user", "content": " a" * (tokens - 9)}]
+    assert len(render(scripted.tokenizer, messages)) == tokens
+    with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as e:
+        if kind == "messages": claude(connect, session).messages.create(model="policy", max_tokens=50, messages=messages)
+        elif kind == "chat": gpt(connect, session).chat.completions.create(model="policy", messages=messages)
+        else: gpt(connect, session).responses.create(model="policy", input=messages)
+    assert re.search(r"maximum context length", str(e.value)), e.value
+    assert tree.read(session.record).calls == []
+
+
+def test_count_tokens_is_exact(scripted, connect):
+    """Would catch a count of the rendering where the policy sees grafted ids, or a count that is recorded as a call."""
+    session = connect(scripted, ["  ls\n\n-a ", "next"])
+    client, messages = claude(connect, session), list(USER)
+    for _ in range(2):
+        count = client.messages.count_tokens(model="policy", messages=messages).input_tokens
+        reply = client.messages.create(model="policy", max_tokens=50, messages=messages)
+        call = tree.read(session.record).calls[-1]
+        assert count == len(call.prompt_ids) == reply.usage.input_tokens
+        messages += [{"role": "assistant", "content": reply.content[0].text}, {"role": "user", "content": "More."}]
+    assert len(tree.read(session.record).calls) == 2
+
+
+TOOLS = [{"type": "function", "function": {"name": "run", "description": "Runs it.", "parameters": {
+    "type": "object", "properties": {"command": {"type": "string"}, "limit_s": {"type": "number"}}}}}]
+TOOL_CALL = '<tool_call>\n{"name":"run" , "arguments":{"limit_s": 1.0,"command":"ls \\u2265 1"} }\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "messages"])
+def test_tool_calls_come_back_rewritten_and_are_grafted(scripted, connect, tokenizer, kind, stream):
+    """Would catch a policy that is conditioned on a tool call it did not write: clients send the arguments back re-serialised.
+    The second prompt must continue the sampled ids, spacing, key order and escapes included."""
+    session = connect(scripted, ["Let me look.\n" + TOOL_CALL, "done"])
+    if kind == "chat":
+        client = gpt(connect, session)
+        if stream:
+            with client.chat.completions.stream(model="policy", messages=USER, tools=TOOLS) as events: message = events.get_final_completion().choices[0].message
+        else: message = client.chat.completions.create(model="policy", messages=USER, tools=TOOLS).choices[0].message
+        tool, = message.tool_calls
+        assert json.loads(tool.function.arguments) == {"limit_s": 1.0, "command": "ls ≥ 1"}
+        history = [*USER, {"role": "assistant", "content": message.content, "tool_calls": [
+            {"id": tool.id, "type": "function", "function": {"name": "run", "arguments": json.dumps(json.loads(tool.function.arguments), sort_keys=True)}}]},
+            {"role": "tool", "tool_call_id": tool.id, "content": "a.txt"}]
+        client.chat.completions.create(model="policy", messages=history, tools=TOOLS)
+    else:
+        client = claude(connect, session)
+        tools = [{"name": "run", "description": "Runs it.", "input_schema": TOOLS[0]["function"]["parameters"]}]
+        body = dict(model="policy", max_tokens=99, tools=tools)
+        if stream:
+            with client.messages.stream(messages=USER, **body) as events: message = events.get_final_message()
+        else: message = client.messages.create(messages=USER, **body)
+        tool = next(b for b in message.content if b.type == "tool_use")
+        assert tool.input == {"limit_s": 1.0, "command": "ls ≥ 1"} and message.stop_reason == "tool_use"
+        history = [*USER, {"role": "assistant", "content": [b.model_dump(include={"type", "text", "id", "name", "input"}, exclude_none=True) for b in message.content]},
+                   {"role": "user", "content": [{"type": "tool_result", "tool_use_id": tool.id, "content": "a.txt"}]}]
+        client.messages.create(messages=history, **body)
+    first, second = tree.read(session.record).calls
+    assert second.cause is None and second.prompt_ids[:len(first.ids)] == first.ids
+    assert "a.txt" in tokenizer.decode(second.prompt_ids[len(first.ids):]) and second.template_ids != second.prompt_ids
+
+
+@pytest.mark.parametrize("history, cause", [
+    ([{"role": "user", "content": "List the files."}], "retry"),
+    ([{"role": "user", "content": "List the files."}, {"role": "assistant", "content": "no such reply"}, {"role": "user", "content": "x"}], "history_edited"),
+    ([{"role": "system", "content": "new"}, {"role": "user", "content": "List the files."}], "system_changed"),
+    ([{"role": "user", "content": "List them."}], "history_edited")])
+def test_forks_have_causes(scripted, connect, tokenizer, history, cause):
+    """Would catch a fork without a cause, one that is called `unknown`, and a prompt that was altered although nothing matched."""
+    session = connect(scripted, ["ls", "b"])
+    client = connect.client(session)
+    ask(client), ask(client, history)
+    call = tree.read(session.record).calls[1]
+    assert call.cause == cause and call.prompt_ids == render(tokenizer, history)
+
+
+def test_changed_tools_are_a_fork_of_their_own(scripted, connect):
+    """Would catch a tool list that changes within a rollout and is blamed on the history."""
+    session = connect(scripted, ["ls", "b"])
+    client = connect.client(session)
+    ask(client), ask(client, tools=TOOLS)
+    assert tree.read(session.record).calls[1].cause == "tools_changed"
+
+
+def test_proxy_command_by_hand(tiny, tmp_path):
+    """Would catch a command that does not serve, does not record, or leaves its folder in /tmp after Ctrl-C."""
+    with socket.create_server(("127.0.0.1", 0)) as server: port = server.getsockname()[1]
+    (tmp_path / "script").write_text("hello\n")
+    command = [sys.executable, "proxy.py", "--model", tiny, "--session", "me", "--port", str(port), "--record", tmp_path / "rec",
+               "--engine", "scripted", "--script", tmp_path / "script"]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert f"127.0.0.1:{port}" in process.stdout.readline()
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x")
+    assert client.chat.completions.create(model="policy", messages=USER).choices[0].message.content == "hello"
+    process.send_signal(2)
+    out, _ = process.communicate(timeout=60)
+    record = tree.read(tmp_path / "rec/me.jsonl")
+    assert process.returncode == 0 and "1 calls" in out and record.outcome == "ok" and len(record.calls) == 1
+    assert not list(tmp_path.glob("hrl-*"))
+
+
+# ---- grafting as a pure function ----
+
+WORDS = st.text(st.sampled_from("ab  \n\t.{}\"'/-é≥✓0<"), max_size=14)
+
+
+def graft(tokenizer, template_ids, calls, mode="canonical"):
+    return proxy.graft(template_ids, calls, {tokenizer.eos_token_id}, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), mode)
+
+
+def tokenise(tokenizer, text, cuts):
+    """One of the many tokenisations of a text: each piece by itself."""
+    bounds = [0, *sorted({min(c, len(text)) for c in cuts}), len(text)]
+    return [t for a, b in zip(bounds, bounds[1:]) if a < b for t in tokenizer.encode(text[a:b], add_special_tokens=False)]
+
+
+def call_of(id, prompt, template, sampled, cause=None):
+    return tree.Call(id, "main", cause, prompt, template, sampled, [-1.0] * len(sampled), "stop")
+
+
+turns = st.lists(st.tuples(WORDS, st.lists(st.integers(0, 14), max_size=6), st.booleans(), WORDS), min_size=2, max_size=5)
+many = settings(max_examples=200, deadline=None)
+
+
+@many
+@given(turns=turns)
+def test_a_text_preserving_harness_makes_one_chain(tokenizer, turns):
+    """Would catch a graft that loses the policy's own tokens, whatever their tokenisation (white space that merges with the
+    header included), doubles or drops an end of turn (a reply cut at max_tokens has none), or alters what the harness added."""
+    messages, calls = list(USER), []
+    for i, (text, cuts, is_cut, answer) in enumerate(turns):
+        template = render(tokenizer, messages)
+        prompt, parent, cause = graft(tokenizer, template, calls)
+        assert cause is None and parent is (calls[-1] if calls else None)
+        assert tokenizer.decode(prompt) == tokenizer.decode(template)
+        if calls: assert prompt[:len(calls[-1].ids)] == calls[-1].ids
+        sampled = tokenise(tokenizer, text, cuts) + ([] if is_cut else [tokenizer.eos_token_id])
+        if not sampled: sampled = [tokenizer.eos_token_id]
+        calls.append(call_of(i, prompt, template, sampled))
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": answer}]
+    t = tree.build(tree.Rollout("r", "t", "h", "m", 1.0, 0.0, calls))
+    assert len(t.paths) == 1 and t.num_trained == sum(len(c.sampled_ids) for c in calls) and not t.forks
+
+
+@many
+@given(turns=turns, special=st.sampled_from([0, 1]))
+def test_special_tokens_that_the_harness_never_saw(tokenizer, turns, special):
+    """Would catch a fork, blamed on the harness, at each reply in which the policy sampled a special token: the server strips them."""
+    text, cuts, _, answer = turns[0]
+    sampled = [*tokenise(tokenizer, text, cuts), special, *tokenizer.encode("x", add_special_tokens=False), tokenizer.eos_token_id]
+    template = render(tokenizer, USER)
+    call = call_of(0, template, template, sampled)
+    history = [*USER, {"role": "assistant", "content": text + "x"}, {"role": "user", "content": answer}]
+    prompt, parent, cause = graft(tokenizer, render(tokenizer, history), [call])
+    assert parent is call and cause is None and prompt[:len(call.ids)] == call.ids
+
+
+@many
+@given(turns=turns)
+def test_graft_off_leaves_prompts_alone_and_says_why(tokenizer, turns):
+    """Would catch an ablation `off` that still grafts, a re-tokenised turn that is not counted as such, or a fork invented where
+    the harness's own rendering happens to be what was sampled."""
+    text, cuts, _, answer = turns[0]
+    template, sampled = render(tokenizer, USER), [*tokenise(tokenizer, text, cuts), tokenizer.eos_token_id]
+    call = call_of(0, template, template, sampled)
+    again = render(tokenizer, [*USER, {"role": "assistant", "content": text}, {"role": "user", "content": answer}])
+    prompt, parent, cause = graft(tokenizer, again, [call], "off")
+    assert prompt == again
+    is_same = again[:len(call.ids)] == call.ids
+    assert (parent, cause) == ((call, None) if is_same else (None, "retokenised"))
+
+
+@many
+@given(turns=turns, edit=st.sampled_from(["turn", "question", "later"]))
+def test_an_edited_history_is_a_fork(tokenizer, turns, edit):
+    """Would catch a graft that puts the sampled text back where the harness changed it: the policy would be trained on what it did
+    not see. What comes after an edit must not be grafted onto the unedited branch either."""
+    (text, cuts, _, answer), (text2, cuts2, _, _) = turns[:2]
+    first = call_of(0, *[render(tokenizer, USER)] * 2, [*tokenise(tokenizer, text, cuts), tokenizer.eos_token_id])
+    history = [*USER, {"role": "assistant", "content": text}, {"role": "user", "content": "Q" + answer}]
+    template = render(tokenizer, history)
+    prompt, _, _ = graft(tokenizer, template, [first])
+    second = call_of(1, prompt, template, [*tokenise(tokenizer, text2, cuts2), tokenizer.eos_token_id])
+    final = [*history, {"role": "assistant", "content": text2}, {"role": "user", "content": "more"}]
+    index = {"turn": 1, "question": 2, "later": 3}[edit]
+    final[index] = final[index] | {"content": final[index]["content"] + "EDITED"}
+    rendered = render(tokenizer, final)
+    prompt, parent, cause = graft(tokenizer, rendered, [first, second])
+    assert tokenizer.decode(prompt) == tokenizer.decode(rendered) and parent is not second
+    if edit == "turn": assert prompt == rendered and cause == "history_edited"
+    else: assert parent is first and prompt[:len(first.ids)] == first.ids and cause == "history_edited"     # what is left of the old
+
+
+@many
+@given(turns=turns)
+def test_a_retry_sees_the_same_prompt(tokenizer, turns):
+    """Would catch a retry whose prompt is re-tokenised: its two samples would not share their prompt in the tree."""
+    text, cuts, _, answer = turns[0]
+    first = call_of(0, *[render(tokenizer, USER)] * 2, [*tokenise(tokenizer, text, cuts), tokenizer.eos_token_id])
+    history = [*USER, {"role": "assistant", "content": text}, {"role": "user", "content": answer}]
+    template = render(tokenizer, history)
+    prompt, _, _ = graft(tokenizer, template, [first])
+    second = call_of(1, prompt, template, [tokenizer.eos_token_id])
+    assert graft(tokenizer, template, [first, second]) == (prompt, None, "retry")
+
+
+def test_meaning():
+    """Would catch a canonical form that takes two different tool calls for one, or two spellings of one for different."""
+    same = ['<tool_call>{"a": 1, "b": "\\u2265"}</tool_call>', '<tool_call>\n{"b":"≥","a":1}\n</tool_call>\n', ' <tool_call>{"b": "≥", "a": 1}</tool_call>']
+    other = ['<tool_call>{"a": 2, "b": "≥"}</tool_call>', '<tool_call>{"a": "1", "b": "≥"}</tool_call>', '<tool_call>{"a": 1}</tool_call>',
+             'x <tool_call>{"a": 1, "b": "≥"}</tool_call>', '<tool_call>{"a": 1, "b": "≥"', '{"a": 1, "b": "≥"}']
+    assert len({proxy.meaning(x) for x in same}) == 1 and len({proxy.meaning(x) for x in [same[0], *other]}) == len(other) + 1
+
+
+# ---- over vLLM itself ----
+
+HOSTILE = dict(
+    temperature=0.01, top_p=0.1, top_k=1, min_p=0.9, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=1.9, seed=1, n=2, min_tokens=9,
+    logit_bias={"5": 100}, bad_words=["a"], allowed_token_ids=[5, 6], ignore_eos=True, structured_outputs={"choice": ["yes", "no"]},
+    thinking_token_budget=1, vllm_xargs={"a": 1}, watermarking=False)
+
+
+def test_the_run_owns_the_sampling(real, connect, tiny):
+    """Would catch any parameter of a request that reaches the sampler: recorded log-probabilities would be those of another
+    distribution. At temperature 1 a random model never repeats itself; bias, grammar or greed would show at once."""
+    session = connect(real)
+    client = connect.client(session)
+    for body in (HOSTILE, {"use_beam_search": True, "n": 2}, {"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"},
+                 {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "run"}}}, {"stream": True, **HOSTILE}):
+        answer = ask(client, max_tokens=24, **body)
+        assert answer.status_code == 200, (body, answer.text)
+        if "stream" not in body: assert len(answer.json()["choices"]) == 1
+    rollout_ = tree.read(session.record)
+    assert len(rollout_.calls) == 6
+    for call in rollout_.calls:
+        assert len(set(call.sampled_ids)) > 15 and call.sampling["temperature"] == 1.0
+        assert all(math.isfinite(x) for x in call.logp_rollout)
+    claude(connect, session).messages.create(model="policy", max_tokens=99, messages=USER, temperature=0, top_k=1,
+                           thinking={"type": "enabled", "budget_tokens": 5}, tools=[{"name": "run", "input_schema": {"type": "object"}}], tool_choice={"type": "any"})
+    agree(tiny, [tree.read(session.record)])
+
+
+@pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
+def test_max_tokens_is_clamped(scripted, connect, kind):
+    """Would catch a refusal of what real harnesses ask for (32000), and a cap that is ignored."""
+    session = connect(scripted, ["one two three four five six seven"] * 2, max_tokens=4)
+    web = connect.client(session)
+    body = {"chat": {"messages": USER, "max_completion_tokens": 32000}, "messages": {"messages": USER, "max_tokens": 32000},
+            "responses": {"input": USER, "max_output_tokens": 32000}}[kind]
+    answer = web.post({"chat": CHAT, "messages": MESSAGES, "responses": RESPONSES}[kind], json={"model": "policy"} | body)
+    assert answer.status_code == 200, answer.text
+    ask(web, max_tokens=2)
+    first, second = tree.read(session.record).calls
+    assert (len(first.sampled_ids), first.finish, len(second.sampled_ids), second.finish) == (4, "length", 2, "length")
+
+
+def test_what_fits_is_the_cap(real, connect, tokenizer):
+    """Would catch an engine that refuses, or runs past its context, when a harness asks for more than what is left of it."""
+    session = connect(real)
+    messages = [{"role": "user", "content": " a" * 1000}]
+    room = 1024 - len(render(tokenizer, messages))
+    assert ask(connect.client(session), messages, max_tokens=32000).status_code == 200
+    call, = tree.read(session.record).calls
+    assert 0 < len(call.sampled_ids) <= room and (call.finish == "length") == (len(call.sampled_ids) == room)
+
+
+def trainer(folder, weights=None):
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if weights: model.load_state_dict(weights, strict=False)
+    return model
+
+
+def gaps(model, rollouts, temperature=1.0):
+    """|logp of the trainer - logp of the engine| of every trained token, along the paths of the packed trees."""
+    trees = [tree.build(r) for r in rollouts]
+    paths, at = [p for t in trees for p in t.paths], [p for t in trees for p in t.trained]
+    forest = tree.pack(paths, at)
+    with torch.no_grad(): logp = tree.logprobs(model, forest, temperature)
+    engine = torch.cat([torch.tensor(x) for t in trees for x in t.logp_rollout])
+    return (logp[torch.cat(forest.where)] - engine).abs()
+
+
+def agree(model, rollouts, temperature=1.0):
+    gap = gaps(trainer(model) if isinstance(model, str) else model, rollouts, temperature)
+    assert len(gap) > 50 and gap.mean() < 1e-3 and gap.max() < 0.02, (len(gap), gap.mean(), gap.max())
+
+
+def converse(client, n=3, **body):
+    """Some turns of a text-preserving harness."""
+    history = list(USER)
+    for i in range(n):
+        _, history = say(client, history, max_tokens=24, **body)
+        history = [*history, {"role": "user", "content": f"And {i}?"}]
+    return history
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_engine_and_trainer_agree(real, connect, tiny, temperature):
+    """Would catch an off-by-one between tokens and log-probabilities, raw instead of processed log-probabilities, a temperature
+    applied on one side only, and a prompt that is not what the policy was conditioned on: THE promise of the design."""
+    session = connect(real, temperature=temperature)
+    converse(connect.client(session)), converse(connect.client(session))        # the second forks: same first prompt
+    record = tree.read(session.record)
+    assert [c.cause for c in record.calls] == [None, None, None, "retry", None, None]
+    agree(tiny, [record], temperature)
+    assert gaps(trainer(tiny), [record], 1.6 - temperature).mean() > 0.1      # it can tell
+
+
+def hand_over(proxy_, weights, version):
+    """As train.py does; the tensors must outlive the call."""
+    shared = {name: w.detach().clone().share_memory_() for name, w in weights.items()}
+    proxy_.load_weights([(name, reduce_tensor(w)) for name, w in shared.items()], version)
+    return shared
+
+
+def test_new_weights_are_used_and_old_caches_are_not(real, connect, tiny):
+    """Would catch weights that do not arrive, arrive under the wrong name, or leave keys and values of the old ones in the prefix
+    cache: after the hand-over the same prompts must be answered as the new model does, not as the old one."""
+    old, torch_state = trainer(tiny), torch.random.get_rng_state()
+    torch.manual_seed(7)
+    new = {n: (torch.randn_like(p) * p.std() if p.dim() > 1 else p * (1 + 0.3 * torch.randn_like(p))) for n, p in old.named_parameters()}
+    torch.random.set_rng_state(torch_state)
+    before, after = connect(real), connect(real)
+    version = real.engine.version
+    converse(connect.client(before))
+    agree(old, [tree.read(before.record)])
+    shared = hand_over(real, new, version + 1)
+    converse(connect.client(after))
+    agree(trainer(tiny, new), [tree.read(after.record)])
+    assert gaps(old, [tree.read(after.record)]).mean() > 0.1
+    assert {v for c in tree.read(before.record).calls for v, _ in c.versions} == {version}
+    assert {v for c in tree.read(after.record).calls for v, _ in c.versions} == {version + 1}
+    hand_over(real, dict(old.named_parameters()), version + 2), shared.clear()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, stream):
+    """Would catch a call whose tokens all count as sampled by the newest weights: its off-policy part would pass as on-policy."""
+    session, version = connect(real), real.engine.version
+    weights = {n: p.detach() for n, p in trainer(tiny).named_parameters()}
+    thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=900, stream=stream))
+    thread.start()
+    while session.num_started == 0: time.sleep(0.01)
+    time.sleep(0.4)
+    hand_over(real, weights, version + 1)
+    thread.join(60)
+    call, = tree.read(session.record).calls
+    assert [v for v, _ in call.versions] == [version, version + 1] and all(n > 0 for _, n in call.versions)
+    assert sum(n for _, n in call.versions) == len(call.sampled_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves(real, connect, stream):
+    """Would catch a call that goes on sampling for nobody, or one that is lost: it must stand in the record as aborted, once, and
+    not be trained."""
+    session = connect(real)
+    started = time.monotonic()
+    with pytest.raises(httpx.ReadTimeout):
+        with connect.client(session).stream("POST", CHAT, json={"model": "policy", "messages": USER, "stream": stream}, timeout=0.3) as answer:
+            for _ in answer.iter_lines():
+                if time.monotonic() - started > 0.3: raise httpx.ReadTimeout("enough")
+    while not session.calls and time.monotonic() - started < 20: time.sleep(0.01)
+    record = tree.read(session.record)
+    call, = record.calls
+    assert call.finish == "abort" and len(call.sampled_ids) < 900
+    assert tree.build(record).num_trained == 0
+    if stream: assert len(call.sampled_ids) > 0 and all(math.isfinite(x) for x in call.logp_rollout)
+    assert ask(connect.client(session), max_tokens=3).status_code == 200        # and no later prompt hangs on it
+    assert tree.read(session.record).calls[1].cause is None
+
+
+def test_time_runs_out_in_the_middle_of_a_call(real, tmp_path, bubblewrap):
+    """Would catch a call that is recorded behind the end of its rollout, or not at all ("never reached the model"), when the time
+    limit ends the agent while the engine samples (here: is held, as during an update)."""
+    task = rollout.load_task(make_task(tmp_path / "task", toml="[agent]\ntimeout_sec = 2"), "task", {})
+    runner = rollout.Runner(real, "bubblewrap", "test-late", temperature=1.0)
+    real.call(real.engine.pause_generation(mode="keep"))
+    try: done = runner.run(rollout.Job(task, "bash"), tmp_path)
+    finally: real.call(real.engine.resume_generation())
+    lines = [json.loads(line)["type"] for line in open(rollout.record_path(tmp_path, rollout.Job(task, "bash")))]
+    assert lines == ["rollout", "call", "end"] and done.outcome == "timeout" and done.reward == 1
+    assert done.calls[0].finish == "abort"
