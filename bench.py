@@ -8,7 +8,7 @@ runs: pass rates by eval set, harness and moment (bare; cold: after the cold sta
     (samples of a task taken as independent), over runs ("all") mean and t-interval. gain_points: end - cold (no cold start: end - bare),
     per run with Newcombe's interval, over runs paired. seconds: means a step; other: from one log entry to the next less the named
     phases, where the entry before has a time. in_rollout: shares of the summed seconds of all rollouts, which run in parallel;
-    sampling: received to finished over all calls, waiting included; harness: the agent's time less that. memory_gb: the trainer's peak.
+    sampling: received to finished over all calls, waiting included; harness: the agent's time less that. memory_gb: trainer and engine, the greatest after a step.
 tree: 200 calls up to 100k context. linear: each call extends the last; forking: the last 500 tokens of each prompt are new. tokens: of
     prompt and reply, summed over the calls. tokens_per_s: tree.read + tree.build of the record; encode_s: tree.call_line of all calls.
 packing: `shapes` with token counts times --scale, in float32 on 1 of SmolLM2's 30 layers and 1/30 of its vocabulary, so that the head
@@ -78,7 +78,7 @@ def bench_runs(args) -> dict:
             "seconds": {"a_step": [{"phase": p, "mean": s, "share": s / step_s} for p, s in phases.items()],
                         "in_rollout": [{"part": p, "share": s / (start + agent + verify)} for p, s in parts.items()]},
             "fidelity": {"gap_mean": mean(gap), "gap_max": max(gap), "pearson_mean": mean(pearson), "pearson_min": min(pearson)},
-            "memory_gb": max(got("memory/trainer_gb"))}
+            "memory_gb": max(got("memory/all_gb"))}
 
 
 def as_rollout(calls: list) -> tree.Rollout:                  # of (prompt ids, sampled ids)

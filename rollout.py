@@ -311,7 +311,7 @@ def main(args):
     try:
         if set(names) - set(WITHOUT_MODEL):
             import proxy as boundary
-            model = boundary.resolve_model(args.model)
+            model = boundary.resolve_model(args.model, args.max_model_len)
             proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft)
         runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, temperature=args.temperature, max_tokens=args.max_tokens,
                         num_parallel=args.num_parallel)

@@ -11,7 +11,7 @@
    harness, sandbox and tree (the task's own solution, phrased as the harness wants it); those with reward 1 alone are learnt.
 5. Weights are float32, computed in `--dtype`; the engine gets them in `--dtype`.
 Letters: R rollouts of a batch, N its trained tokens."""
-import argparse, dataclasses, importlib.metadata, inspect, json, math, os, pickle, random, re, resource, shutil, subprocess, sys, time, uuid
+import argparse, dataclasses, importlib.metadata, importlib.util, inspect, json, math, os, pickle, random, re, resource, shutil, subprocess, sys, time, uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +101,7 @@ def check(cfg: Config):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
     assert cfg.algo != "gspo" or cfg.loss_mean == "rollout", f"--loss_mean {cfg.loss_mean}: gspo needs rollout"
+    assert not cfg.wandb or importlib.util.find_spec("wandb"), "--wandb: the package is missing; .venv/bin/pip install wandb==0.31.0"
     assert not (Path(cfg.out) / "metrics.jsonl").exists(), f"--out {cfg.out}: it holds a run already; name another folder or remove it"
 
 
@@ -204,7 +205,7 @@ def main(cfg: Config):
     import harnesses, proxy as boundary
     names, base = cfg.harness.split(","), rollout.base_images([x for x in cfg.base_image.split(",") if x])
     for name in names: harnesses.load(name)
-    kind, model_dir = sandbox.choose(cfg.sandbox), boundary.resolve_model(cfg.model)
+    kind, model_dir = sandbox.choose(cfg.sandbox), boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base)
     eval_sets = {Path(d).name: rollout.load_tasks(d, base) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -359,7 +360,7 @@ def main(cfg: Config):
                 log({"phase": "eval", "when": when, "set": name, "harness": h, "time_s": time.time() - begin} | s,
                     f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
 
-    engine_args = [*(["--distributed-executor-backend", "uni", "--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
+    engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
                    *cfg.engine_args.split()]
     make_engine = lambda which: boundary.Proxy(model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
     engine = None

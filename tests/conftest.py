@@ -9,7 +9,7 @@ QUICK = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "KMP_BLOCKTIME": 
          "TRANSFORMERS_VERBOSITY": "error"}        # for this process, its engines and commands
 for name, value in QUICK.items():
     os.environ.setdefault(name, value)
-ENGINE = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16", "--distributed-executor-backend", "uni"]
+ENGINE = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "16"]       # 32: prompts do hit the prefix cache
 
 import httpx
 import pytest

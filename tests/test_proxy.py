@@ -29,6 +29,7 @@ import tree
 
 torch.multiprocessing.set_sharing_strategy("file_system")
 USER = [{"role": "user", "content": "List the files."}]
+LONG = [{"role": "user", "content": "List the files. " * 40}]       # some blocks of the prefix cache
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
@@ -265,7 +266,7 @@ def test_proxy_command_by_hand(tiny, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server: port = server.getsockname()[1]
     (tmp_path / "script").write_text("hello\n")
     command = [sys.executable, "proxy.py", "--model", tiny, "--session", "me", "--port", str(port), "--record", tmp_path / "rec",
-               "--engine", "scripted", "--script", tmp_path / "script"]
+               "--max_model_len", "1024", "--engine", "scripted", "--script", tmp_path / "script"]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert f"127.0.0.1:{port}" in process.stdout.readline()
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x")
@@ -413,8 +414,11 @@ def test_the_run_owns_the_sampling(real, connect, tiny):
     for call in rollout_.calls:
         assert len(set(call.sampled_ids)) > 15 and call.sampling["temperature"] == 1.0
         assert all(math.isfinite(x) for x in call.logp_rollout)
-    claude(connect, session).messages.create(model="policy", max_tokens=99, messages=USER, temperature=0, top_k=1,
-                           thinking={"type": "enabled", "budget_tokens": 5}, tools=[{"name": "run", "input_schema": {"type": "object"}}], tool_choice={"type": "any"})
+    body = dict(model="policy", max_tokens=24, messages=USER, temperature=0, top_k=1, thinking={"type": "enabled", "budget_tokens": 1024},
+                tools=[{"name": "run", "input_schema": {"type": "object"}}], tool_choice={"type": "any"})
+    answer = client.post(MESSAGES, json=body)
+    assert answer.status_code == 200, answer.text
+    assert len(set(tree.read(session.record).calls[-1].sampled_ids)) > 15
     agree(tiny, [tree.read(session.record)])
 
 
@@ -466,7 +470,7 @@ def agree(model, rollouts, temperature=1.0):
 
 def converse(client, n=3, **body):
     """Some turns of a text-preserving harness."""
-    history = list(USER)
+    history = list(LONG)
     for i in range(n):
         _, history = say(client, history, max_tokens=24, **body)
         history = [*history, {"role": "user", "content": f"And {i}?"}]
