@@ -14,7 +14,7 @@ place of the engine's forward pass only; weights handed over by handle; no admin
 Not covered: a client that leaves and comes back is a new call (its first is recorded as aborted); calls other than main are told
 apart by nothing yet; `--graft full`; Claude Code's nonces and moving `cache_control` are not stripped; tool calls are streamed by
 vLLM's own incremental parser."""
-import argparse, asyncio, contextvars, functools, hashlib, itertools, json, math, os, pickle, re, socket, tempfile, threading, time
+import argparse, asyncio, contextvars, functools, hashlib, itertools, json, math, os, pickle, re, shlex, socket, tempfile, threading, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -259,7 +259,8 @@ class Proxy:
         from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine import async_llm
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(self.args)
+        try: args = make_arg_parser(FlexibleArgumentParser()).parse_args(self.args)
+        except SystemExit: raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; see `vllm serve --help`") from None
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         client = async_llm.EngineCoreClient
         launch = {k: os.environ.pop(k) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k in os.environ}
@@ -366,7 +367,9 @@ def resolve_model(name: str, max_model_len=0) -> str:
         if not (Path(name) / "config.json").is_file():
             raise FileNotFoundError(f"--model {name}: no folder with a config.json; give a Hugging Face model folder or 'smollm2'")
         config = json.loads((Path(name) / "config.json").read_text())
-        limit = math.inf if config.get("rope_scaling") else config.get("max_position_embeddings", math.inf)
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"     # then vLLM computes the limit
+        limit = math.inf if is_scaled else config.get("max_position_embeddings", math.inf)
         if max_model_len > limit: raise ValueError(f"--max_model_len {max_model_len}: {name} has {limit} positions; give at most that")
         return name
     folder = CACHE / "smollm2-135m-instruct"
@@ -411,6 +414,8 @@ def parse(argv=None):
 
 
 def main(args):
+    if args.script and not Path(args.script).is_file():
+        raise FileNotFoundError(f"--script {args.script}: no such file; give one with a reply a line")
     script = Path(args.script).read_text().splitlines() if args.script else None
     with socket.socket() as probe:                          # before the model is loaded
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

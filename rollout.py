@@ -304,6 +304,7 @@ def main(args):
     kind = sandbox.choose(args.sandbox)
     tasks = load_tasks(args.tasks, base_images(args.base_image))
     jobs = make_jobs(tasks[:args.limit or None], names, args.n, args.script)
+    if Path(args.out).exists() and not Path(args.out).is_dir(): raise NotADirectoryError(f"--out {args.out}: it is a file; name a folder")
     for record in (record_path(Path(args.out), job) for job in jobs):
         if record.exists(): raise FileExistsError(f"--out {args.out}: {record.name} is there already; name another folder or remove it")
     sandbox.reap()

@@ -207,6 +207,7 @@ def main(cfg: Config):
     for name in names: harnesses.load(name)
     kind, model_dir = sandbox.choose(cfg.sandbox), boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base)
+    assert cfg.tasks_per_step <= len(train_tasks), f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks"
     eval_sets = {Path(d).name: rollout.load_tasks(d, base) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
@@ -371,8 +372,8 @@ def main(cfg: Config):
             with make_engine("scripted") as scripted:
                 count, pool = cfg.warmup_steps * cfg.warmup_rollouts, sorted(train_tasks, key=lambda t: t.id)
                 order.shuffle(pool)
-                pool = (pool * -(-count // len(pool)))[:-(-count // len(names))]
-                done = roll(scripted, rollout.make_jobs(pool, names, 1, "solution"), "demonstrations", "demonstrate")
+                jobs = rollout.make_jobs(pool, names, -(-count // (len(pool) * len(names))), "solution")
+                done = roll(scripted, sorted(jobs, key=lambda j: j.sample)[:count], "demonstrations", "demonstrate")
             demos = [r for r in done if r.reward == 1 and r.outcome == "ok"]
             assert demos, f"none of {len(done)} demonstrations scored 1: {rollout.show(rollout.summary(done))}; see {out}/rollouts/demonstrations"
             log({"phase": "demonstrations", "num": len(done), "solved": len(demos)}, f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
@@ -398,10 +399,10 @@ def main(cfg: Config):
             def took(what):
                 nonlocal lap
                 times[f"time/{what}_s"], lap = time.time() - lap, time.time()
-            while len(queue) < cfg.tasks_per_step:          # every task once before any twice
+            if len(queue) < cfg.tasks_per_step:             # every task once before any twice, none twice in a step
                 fresh = sorted(train_tasks, key=lambda t: t.id)
                 order.shuffle(fresh)
-                queue += fresh
+                queue += [t for t in fresh if t not in queue]
             tasks, queue = queue[:cfg.tasks_per_step], queue[cfg.tasks_per_step:]
             jobs = rollout.make_jobs(tasks, names, cfg.group_size)
             rollouts = roll(engine, jobs, f"step-{step:04}", f"step {step + 1}")

@@ -261,6 +261,12 @@ def test_changed_tools_are_a_fork_of_their_own(scripted, connect):
     assert tree.read(session.record).calls[1].cause == "tools_changed"
 
 
+def test_bad_engine_arguments(tiny):
+    """Would catch a hang: the server's argument parser exits, which ends the thread that it runs in and nothing else."""
+    with pytest.raises(ValueError, match="--bogus"):
+        proxy.Proxy(tiny, max_model_len=1024, engine="scripted", engine_args=["--bogus"])
+
+
 def test_proxy_command_by_hand(tiny, tmp_path):
     """Would catch a command that does not serve, does not record, or leaves its folder in /tmp after Ctrl-C."""
     with socket.create_server(("127.0.0.1", 0)) as server: port = server.getsockname()[1]
