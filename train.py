@@ -11,7 +11,7 @@
    harness, sandbox and tree (the task's own solution, phrased as the harness wants it); those with reward 1 alone are learnt.
 5. Weights are float32, computed in `--dtype`; the engine gets them in `--dtype`.
 Letters: R rollouts of a batch, N its trained tokens."""
-import argparse, dataclasses, importlib.metadata, importlib.util, inspect, json, math, os, pickle, random, re, resource, shutil, subprocess, sys, time, uuid
+import argparse, dataclasses, datetime, importlib.metadata, importlib.util, inspect, json, math, os, pickle, random, re, resource, shlex, shutil, subprocess, sys, time, uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,9 +100,21 @@ def check(cfg: Config):
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel", "eval_n", "max_model_len"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
+    assert not 0 < cfg.dual_clip <= 1, f"--dual_clip {cfg.dual_clip}: above 1, or 0 = off"
+    assert cfg.group_size > 1 or not cfg.steps, "--group_size 1: every advantage would be 0"
+    assert cfg.max_tokens >= 0, f"--max_tokens {cfg.max_tokens}: at least 0"
+    sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
+    assert len(set(sets)) == len(sets), f"--eval_tasks {cfg.eval_tasks}: the folders need different names"
     assert cfg.algo != "gspo" or cfg.loss_mean == "rollout", f"--loss_mean {cfg.loss_mean}: gspo needs rollout"
     assert not cfg.wandb or importlib.util.find_spec("wandb"), "--wandb: the package is missing; .venv/bin/pip install wandb==0.31.0"
+    assert not (Path(cfg.out) / "checkpoint").exists(), f"--out {cfg.out}: it holds a checkpoint; name another folder"
     assert not (Path(cfg.out) / "metrics.jsonl").exists(), f"--out {cfg.out}: it holds a run already; name another folder or remove it"
+
+
+def resident(process) -> int:
+    """Bytes in memory; 0 when it has just ended."""
+    try: return process.memory_info().rss
+    except psutil.Error: return 0
 
 
 class Policy(torch.nn.Module):
@@ -143,7 +155,8 @@ def make_batch(trees: list, version: int) -> Batch:
 
 def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int) -> list:
     """This rank's groups of paths of the chosen rollouts, largest first in turn; every rank gets as many (None = an empty turn)."""
-    mine = [i for i, r in enumerate(batch.path_rollout) if r in set(chosen)]
+    chosen = set(chosen)
+    mine = [i for i, r in enumerate(batch.path_rollout) if r in chosen]
     if not mine: return []
     paths = [batch.paths[i] for i in mine]
     units = [batch.path_rollout[i] for i in mine] if cfg.algo == "gspo" else None
@@ -199,12 +212,15 @@ def main(cfg: Config):
     # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------------------
     begin = time.time()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, is_gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if is_gpu else torch.device("cpu")
+    if world > 1 and "LOCAL_RANK" in os.environ:            # a rank and its engine see one GPU, as number 0
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(int(os.environ["LOCAL_WORLD_SIZE"]))))
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(os.environ["LOCAL_RANK"])]
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     check(cfg)
     import harnesses, proxy as boundary
-    names, base = cfg.harness.split(","), rollout.base_images([x for x in cfg.base_image.split(",") if x])
-    for name in names: harnesses.load(name)
+    names, base = list(dict.fromkeys(cfg.harness.split(","))), rollout.base_images([x for x in cfg.base_image.split(",") if x])
+    for name in names: harnesses.load(name).mounts()        # builds the runtimes
     kind, model_dir = sandbox.choose(cfg.sandbox), boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base)
     assert cfg.tasks_per_step <= len(train_tasks), f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks"
@@ -214,11 +230,9 @@ def main(cfg: Config):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("KMP_BLOCKTIME", "1")
         torch.multiprocessing.set_sharing_strategy("file_system")
-    if not dist.is_initialized():
-        for k, v in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-            if world == 1 and "MASTER_PORT" not in os.environ: os.environ.setdefault(k, v)
-        if world == 1: dist.init_process_group("nccl" if is_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-        else: dist.init_process_group("nccl" if is_gpu else "gloo")
+    if not dist.is_initialized():                           # ranks wait for the slowest rollout: no short time-out
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+        dist.init_process_group("nccl" if is_gpu else "gloo", timeout=datetime.timedelta(days=1), **alone)
     if is_gpu: torch.cuda.set_device(device)
     out = Path(cfg.out)
     (out / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -341,7 +355,7 @@ def main(cfg: Config):
         totals = {}
         for s in gather(sums, world):
             for k, v in s.items(): totals[k] = totals.get(k, 0.) + v
-        m |= {"tokens/unique": totals["unique"] / (num_updates if num_updates > 1 else 1), "train/loss": totals["loss"] / num_updates, "train/lr": lr}
+        m |= {"tokens/unique": totals["unique"] / (1 if is_supervised else cfg.num_epochs), "train/loss": totals["loss"] / num_updates, "train/lr": lr}
         m |= {f"train/{k}": v / totals["tokens"] for k, v in totals.items() if k not in ("loss", "unique", "tokens")}
         return m
 
@@ -362,7 +376,7 @@ def main(cfg: Config):
                     f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
 
     engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
-                   *cfg.engine_args.split()]
+                   *shlex.split(cfg.engine_args)]
     make_engine = lambda which: boundary.Proxy(model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
     engine = None
     try:
@@ -428,7 +442,7 @@ def main(cfg: Config):
                   "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls), "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
                   "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify"),
                   "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                  "memory/all_gb": sum(p.memory_info().rss for p in [me, *me.children(recursive=True)]) / 2**30, "time/total_s": time.time() - begin} | times
+                  "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30, "time/total_s": time.time() - begin} | times
             log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, {flat} of {len(group)} groups without variance, "
                    f"entropy {m.get('train/entropy', math.nan):.3f}, |dlogp| {m.get('fidelity/gap_mean', math.nan):.4f}, r {m.get('fidelity/gap_pearson', math.nan):.4f}, "
                    f"{m.get('tokens/trained', 0)} tokens trained; rollout {times['time/rollout_s']:.0f} s, train {times['time/train_s']:.0f} s, weights {times['time/weights_s']:.1f} s")
@@ -437,12 +451,15 @@ def main(cfg: Config):
 
         # 7. the checkpoint --------------------------------------------------------------------------------------------------------
         if cfg.checkpoint:
-            weights = {name: full.to(dtype).cpu() for name, full in full_weights()}
+            weights = {}
+            for name, full in full_weights():               # every rank takes part in the gathering
+                if rank == 0: weights[name] = full.to(dtype).cpu()
             if rank == 0:
                 tmp, final = out / "checkpoint.tmp", out / "checkpoint"
                 shutil.rmtree(tmp, ignore_errors=True)
                 plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-                plain.load_state_dict(weights, strict=False)
+                missing, unknown = plain.load_state_dict(weights, strict=False)
+                assert set(missing) <= tied and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
                 plain.save_pretrained(tmp)
                 AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
                 tmp.rename(final)
