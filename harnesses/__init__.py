@@ -42,7 +42,7 @@ class Harness:
     argv: list[str]                                 # run with cwd = the task's workdir
     env: dict[str, str] = field(default_factory=dict)       # in addition to INSTRUCTION, which every harness gets
     needs: tuple[str, ...] = ("python",)            # runtimes, keys of PATHS; the code is always mounted
-    overlong_exit: int | None = None                                # exit status that means: out of turns, no final answer
+    overlong_exit: int | None = None                  # exit status that means: out of turns, no final answer
     demonstrate: Callable[[list[str]], list[str]] | None = None     # commands -> the texts a policy samples to run them
 
     def mounts(self) -> dict[Path, str]:

@@ -2,8 +2,9 @@
 
 Environment: INSTRUCTION; OPENAI_BASE_URL (http only, default http://127.0.0.1:8000/v1); MAX_TURNS (4); MAX_TOKENS of a
 reply (128); COMMAND_TIMEOUT_S (10). A reply goes into the history exactly as received; what is run is the inside of its
-``` fence, if it has one. Prints a transcript. Exits 0 on DONE, 4 after MAX_TURNS replies without it, 3 when the API refuses (any
-4xx, at once: a closed session, a full context) or stays broken (5 tries in 3 s); the transcript ends with the status.
+``` fence, if it has one. Prints a transcript. Exits 0 on DONE, 4 after MAX_TURNS replies without it, 3 when the API
+refuses (any 4xx, at once: a closed session, a full context) or stays broken (5 tries in 3 s); the transcript ends with
+the status.
 """
 import json
 import os

@@ -187,7 +187,8 @@ KINDS = {
                            "Count the different lines in {a} and write the number to {b}.",
                            "Save the number of unique lines of {a} in {b}."),
 }
-NEW = {name: KINDS.pop(name) for name in ("append copy_folder collect delete_pattern head tail grep_not sort_numbers sort_reverse unique "
+NEW = {name: KINDS.pop(name) for name in ("append copy_folder collect delete_pattern head tail grep_not sort_numbers "
+                                          "sort_reverse unique "
                                           "count_words cut symlink reverse uppercase count_unique").split()}
 TRAINED = KINDS
 

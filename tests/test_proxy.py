@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch.multiprocessing.reductions import reduce_tensor
 
 try: import httpx2                          # anthropic's since 2.0
@@ -305,9 +305,11 @@ def call_of(id, prompt, template, sampled, cause=None):
 
 turns = st.lists(st.tuples(WORDS, st.lists(st.integers(0, 14), max_size=6), st.booleans(), WORDS), min_size=2, max_size=5)
 many = settings(max_examples=200, deadline=None)
+merging = example(turns=[("\n\nls", [0, 1], False, "x"), ("  ls", [1], False, "\n")])        # tokens over the header's end
 
 
 @many
+@merging
 @given(turns=turns)
 def test_a_text_preserving_harness_makes_one_chain(tokenizer, turns):
     """Would catch a graft that loses the policy's own tokens, whatever their tokenisation (white space that merges with the
@@ -341,6 +343,7 @@ def test_special_tokens_that_the_harness_never_saw(tokenizer, turns, special):
 
 
 @many
+@merging
 @given(turns=turns)
 def test_graft_off_leaves_prompts_alone_and_says_why(tokenizer, turns):
     """Would catch an ablation `off` that still grafts, a re-tokenised turn that is not counted as such, or a fork invented where
@@ -420,12 +423,13 @@ def test_the_run_owns_the_sampling(real, connect, tiny):
     for call in rollout_.calls:
         assert len(set(call.sampled_ids)) > 15 and call.sampling["temperature"] == 1.0
         assert all(math.isfinite(x) for x in call.logp_rollout)
-    body = dict(model="policy", max_tokens=24, messages=USER, temperature=0, top_k=1, thinking={"type": "enabled", "budget_tokens": 1024},
+    thinking = connect(real, max_tokens=24)                 # what Claude Code sends: its budget would force tokens
+    body = dict(model="policy", max_tokens=2000, messages=USER, temperature=0, top_k=1, thinking={"type": "enabled", "budget_tokens": 1024},
                 tools=[{"name": "run", "input_schema": {"type": "object"}}], tool_choice={"type": "any"})
-    answer = client.post(MESSAGES, json=body)
+    answer = connect.client(thinking).post(MESSAGES, json=body)
     assert answer.status_code == 200, answer.text
-    assert len(set(tree.read(session.record).calls[-1].sampled_ids)) > 15
-    agree(tiny, [tree.read(session.record)])
+    assert len(set(tree.read(thinking.record).calls[0].sampled_ids)) > 15
+    agree(tiny, [tree.read(session.record), tree.read(thinking.record)])
 
 
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
