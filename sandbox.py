@@ -29,6 +29,7 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import tarfile
@@ -587,9 +588,16 @@ class Bubblewrap(Sandbox):
         return chunks(), process.poll
 
     def kill(self):
-        """End every process, keep the files: with bwrap its pid namespace ends."""
+        """End every process, keep the files: with bwrap's child its pid namespace ends. Not bwrap alone: killed while it
+        starts it would leave a child that waits for ever, or runs the command."""
         for process in self.running:
-            process.kill()
+            pid = process.pid
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                    os.kill(pid, signal.SIGSTOP)   # it makes no more children
+                    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                        os.kill(int(child), signal.SIGKILL)
+                process.kill()
 
     def stop(self):
         """Remove the folder with all that it holds; may be called twice, and from another thread than exec."""

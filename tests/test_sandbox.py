@@ -413,3 +413,20 @@ def test_concurrency(kind):
             assert outputs == [f"{number}\n" * (i + 1) for i in range(8)]
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) < before + 24   # 16: kept connections to the daemon
+
+
+def test_stop_while_a_command_starts(tmp_path):
+    """Would catch a bwrap killed before it has set itself up, whose child then waits for ever and holds the output open:
+    the exec never returns, and an interrupted run hangs."""
+    for i in range(40):
+        box = sandbox.Bubblewrap(sandbox.Environment(base="host", workdir="/app"), run_id="starts", name=str(i))
+        box.start()
+
+        def work():
+            with contextlib.suppress(sandbox.SandboxError): box.exec(["sleep", "60"])
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        time.sleep(i * 0.0004)
+        box.stop()
+        thread.join(20)
+        assert not thread.is_alive(), f"stopped {i * 0.4:.1f} ms after its start, the command never returned"
