@@ -11,10 +11,10 @@ the session. vLLM's server parses, renders and answers; we sit in three places a
 3. `Recorder.generate`, where vLLM samples: the run's sampling parameters, and one record a call, on disk before its
    last byte.
 
-Covered: exact prompt and sampled ids with their log-probabilities for every call that reached the engine, aborted ones
-included; sampling owned by the run; `max_tokens` clamped to what fits; forks typed with a cause; a scripted policy
-(`--engine scripted`) in place of the engine's forward pass only; weights handed over by handle; no admin route
-reachable from a session.
+Covered: exact prompt and sampled ids with their log-probabilities for every call that reached the engine (an aborted
+one that was not streamed: its prompt only); sampling owned by the run; `max_tokens` clamped to what fits; forks typed
+with a cause; a scripted policy (`--engine scripted`) in place of the engine's forward pass only; weights handed over by
+handle; no admin route reachable from a session.
 Not covered: a client that leaves and comes back is a new call (its first is recorded as aborted); calls other than main
 are told apart by nothing yet; `--graft full`; Claude Code's nonces and moving `cache_control` are not stripped; tool
 calls are streamed by vLLM's own incremental parser."""
@@ -298,6 +298,7 @@ class Proxy:
         theirs = [k for k in os.environ if k in ("RANK", "WORLD_SIZE")
                   or k.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_"))]
         launch = {k: os.environ.pop(k) for k in theirs}
+        os.environ["VLLM_RPC_BASE_PATH"] = self.folder     # of sockets between its processes, which it leaves behind
         try:                                                # torchrun's variables are the trainer's, not the engine's
             if self.is_scripted: async_llm.EngineCoreClient = ScriptedCore
             self.engine = make_recorder().from_vllm_config(config, disable_log_stats=True)
@@ -401,7 +402,7 @@ class Proxy:
         for session in list(self.sessions.values()): self.close_session(session)
         if self.engine is not None: self.loop.call_soon_threadsafe(self.engine.shutdown)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(timeout=30)
+        self.thread.join(timeout=30 if self.engine is not None else 2)    # an engine that still starts ends without us
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

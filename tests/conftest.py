@@ -9,7 +9,7 @@ QUICK = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "KMP_BLOCKTIME": 
          "TRANSFORMERS_VERBOSITY": "error"}        # for this process, its engines and commands
 for name, value in QUICK.items():
     os.environ.setdefault(name, value)
-ENGINE = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "16"]       # 32: prompts do hit the prefix cache
+ENGINE = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "16"]    # as train.py
 
 import httpx
 import pytest
@@ -29,18 +29,20 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A Llama of 2 layers with random weights, large enough that each weight and each earlier token matters; tied, as SmolLM2 is."""
+    """A Llama of 2 layers with random weights, large enough that each weight and each earlier token matters; tied,
+    as SmolLM2 is."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     import proxy
-    tokenizer, folder = AutoTokenizer.from_pretrained(proxy.resolve_model("smollm2")), tmp_path_factory.mktemp("model") / "tiny"
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(proxy.resolve_model("smollm2"))
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.1, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2)
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.1,
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -80,7 +82,8 @@ def connect(tmp_path):
         return session
 
     def client(session, web=httpx, **kw):
-        clients.append(web.Client(transport=web.HTTPTransport(uds=session.address), base_url="http://model", timeout=60, **kw))
+        transport = web.HTTPTransport(uds=session.address)
+        clients.append(web.Client(transport=transport, base_url="http://model", timeout=60, **kw))
         return clients[-1]
     connect.client = client
     yield connect
@@ -113,14 +116,15 @@ def docker():
     return runs("docker")
 
 
-def make_task(folder: Path, instruction="Do it.", solution="true", test="echo 1 > /logs/verifier/reward.txt", toml="", dockerfile="", **files):
+def make_task(folder: Path, instruction="Do it.", solution="true", test="echo 1 > /logs/verifier/reward.txt", toml="",
+              dockerfile=""):
     """A task in Harbor's format: test is run with /logs/verifier there; toml and dockerfile are appended."""
     for name in ("environment/files", "tests", "solution"): (folder / name).mkdir(parents=True)
     (folder / "instruction.md").write_text(instruction)
     (folder / "task.toml").write_text(f'version = "1.0"\n{toml}')
-    (folder / "environment/Dockerfile").write_text(f"FROM debian:bookworm-slim\nWORKDIR /app\nCOPY files/ /app/\n{dockerfile}")
+    lines = f"FROM debian:bookworm-slim\nWORKDIR /app\nCOPY files/ /app/\n{dockerfile}"
+    (folder / "environment/Dockerfile").write_text(lines)
     (folder / "environment/files/here.txt").write_text("here\n")
     (folder / "tests/test.sh").write_text(f"mkdir -p /logs/verifier\n{test}\n")
     (folder / "solution/solve.sh").write_text(f"#!/bin/bash\n{solution}\n")
-    for name, text in files.items(): (folder / name).write_text(text)
     return folder

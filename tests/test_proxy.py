@@ -1,6 +1,6 @@
-"""proxy.py: vLLM's own server over a scripted engine and over vLLM itself, official clients, the record, grafting, new weights.
-
-The scripted engine stands in for what the model says and nothing else. The real one runs a tiny random model in float32."""
+"""proxy.py: vLLM's own server over a scripted engine and over vLLM itself, official clients, the record, grafting,
+new weights. The scripted engine stands in for what the model says and nothing else. The real one runs a tiny random
+model in float32."""
 import json
 import math
 import os
@@ -54,7 +54,8 @@ def gpt(connect, session, **kw):
 
 
 def claude(connect, session, **kw):
-    return anthropic.Anthropic(base_url="http://model", api_key="none", http_client=connect.client(session, web=httpx2, **kw))
+    web = connect.client(session, web=httpx2, **kw)
+    return anthropic.Anthropic(base_url="http://model", api_key="none", http_client=web)
 
 
 def speak(kind, session, connect, stream):
@@ -71,7 +72,8 @@ def speak(kind, session, connect, stream):
         return "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(stream=True, **body))
     body = dict(model="policy", input=USER, instructions="Be brief.")
     if not stream: return client.responses.create(**body).output_text
-    return "".join(e.delta for e in client.responses.create(stream=True, **body) if e.type == "response.output_text.delta")
+    events = client.responses.create(stream=True, **body)
+    return "".join(e.delta for e in events if e.type == "response.output_text.delta")
 
 
 # ---- protocols and the record, scripted ----
@@ -79,8 +81,9 @@ def speak(kind, session, connect, stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
 def test_three_protocols(scripted, connect, tokenizer, kind, stream):
-    """Would catch a protocol that is not recorded, whose prompt differs from its rendering, and tokens lost or repeated by
-    streaming; and log-probabilities made up where there are none (0 would be trained on as certainty)."""
+    """Would catch a protocol that is not recorded, whose prompt differs from its rendering, and tokens lost or
+    repeated by streaming; and log-probabilities made up where there are none (0 would be trained on as
+    certainty)."""
     session = connect(scripted, ["ls -a ≥ 1"])
     assert speak(kind, session, connect, stream) == "ls -a ≥ 1"
     call, = tree.read(session.record).calls
@@ -92,14 +95,16 @@ def test_three_protocols(scripted, connect, tokenizer, kind, stream):
 
 
 def test_on_disk_before_the_end_is_told(scripted, connect, tmp_path):
-    """Would catch a record written after the answer: a killed run would have trained a harness's next call without its last.
-    The record is a pipe here: who writes it waits for a reader, and the client must not have seen the end by then."""
+    """Would catch a record written after the answer: a killed run would have trained a harness's next call without
+    its last. The record is a pipe here: who writes it waits for a reader, and the client must not have seen the end
+    by then."""
     session, seen, end = connect(scripted, ["one two three"]), [], threading.Event()
     session.record = tmp_path / "pipe"
     os.mkfifo(session.record)
 
     def read():
-        with connect.client(session).stream("POST", CHAT, json={"model": "policy", "messages": USER, "stream": True}) as answer:
+        body = {"model": "policy", "messages": USER, "stream": True}
+        with connect.client(session).stream("POST", CHAT, json=body) as answer:
             seen.extend(answer.iter_lines())
         end.set()
     thread = threading.Thread(target=read)
@@ -111,7 +116,8 @@ def test_on_disk_before_the_end_is_told(scripted, connect, tmp_path):
 
 
 def test_sessions_do_not_mix(scripted, connect, tokenizer):
-    """Would catch a session taken from a global, from the latest connection or from a task that another request shares."""
+    """Would catch a session taken from a global, from the latest connection or from a task that another request
+    shares."""
     sessions = [connect(scripted, [f"reply {i} {n}" for n in range(4)]) for i in range(4)]
 
     def talk(i):
@@ -130,14 +136,15 @@ def test_sessions_do_not_mix(scripted, connect, tokenizer):
 
 
 def test_a_finished_session_refuses_without_a_retry(scripted, connect):
-    """Would catch an answer that clients retry (409, 429, 5xx): the harness would hang on after its rollout's end. Two official
-    clients, retries on: each must ask once."""
+    """Would catch an answer that clients retry (409, 429, 5xx): the harness would hang on after its rollout's end.
+    Two official clients, retries on: each must ask once."""
     session, asked = connect(scripted, ["a", "b"]), []
     client, hooks = connect.client(session), {"request": [asked.append]}
     assert ask(client).status_code == 200
     scripted.end_session(session)
     answer = ask(client)
-    assert answer.status_code == 403 and answer.headers["x-should-retry"] == "false" and "finished" in answer.json()["error"]["message"]
+    assert answer.status_code == 403 and answer.headers["x-should-retry"] == "false"
+    assert "finished" in answer.json()["error"]["message"]
     with pytest.raises(openai.PermissionDeniedError):
         gpt(connect, session, event_hooks=hooks).chat.completions.create(model="policy", messages=USER)
     with pytest.raises(anthropic.PermissionDeniedError):
@@ -146,11 +153,13 @@ def test_a_finished_session_refuses_without_a_retry(scripted, connect):
 
 
 def test_only_the_model_is_reachable(scripted, connect):
-    """Would catch an admin route open to the agent: it could put the policy to sleep, load weights or read other sessions."""
+    """Would catch an admin route open to the agent: it could put the policy to sleep, load weights or read other
+    sessions."""
     client = connect.client(connect(scripted, ["a"]))
-    for path in ("/metrics", "/docs", "/openapi.json", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/load", "/pause", "/v1/load_lora_adapter",
-                 "/collective_rpc", "/reset_prefix_cache", "/v1/completions", "/v1/chat/completions/render", "/v1/responses/x/cancel",
-                 "/inference/v1/generate", "/start_profile", "/update_weights", "//v1/chat/completions", "/v1/models/../../metrics"):
+    for path in ("/metrics", "/docs", "/openapi.json", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/load",
+                 "/pause", "/v1/load_lora_adapter", "/collective_rpc", "/reset_prefix_cache", "/v1/completions",
+                 "/start_profile", "/v1/chat/completions/render", "/v1/responses/x/cancel", "/inference/v1/generate",
+                 "/update_weights", "//v1/chat/completions", "/v1/models/../../metrics"):
         for method in ("GET", "POST"):
             assert client.request(method, path, json={}).status_code == 404, (method, path)
     assert client.get("/v1/models").json()["data"][0]["id"] == "policy"
@@ -174,14 +183,15 @@ def test_script_used_up(scripted, connect):
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
 @pytest.mark.parametrize("tokens", [2000, 1024])
 def test_context_overflow(scripted, connect, kind, tokens):
-    """Would catch an overflow that is cut, recorded, or told in another form than the protocol's: harnesses that compact would
-    not know it. 1024: the prompt fits exactly and leaves no room for a reply."""
+    """Would catch an overflow that is cut, recorded, or told in another form than the protocol's: harnesses that
+    compact would not know it. 1024: the prompt fits exactly and leaves no room for a reply."""
     session = connect(scripted, ["x"])
     messages = [{"role": "user", "content": " a" * (tokens - 9)}]
     assert len(render(scripted.tokenizer, messages)) == tokens
     with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as e:
-        if kind == "messages": claude(connect, session).messages.create(model="policy", max_tokens=50, messages=messages)
-        elif kind == "chat": gpt(connect, session).chat.completions.create(model="policy", messages=messages)
+        body = dict(model="policy", messages=messages)
+        if kind == "messages": claude(connect, session).messages.create(max_tokens=50, **body)
+        elif kind == "chat": gpt(connect, session).chat.completions.create(**body)
         else: gpt(connect, session).responses.create(model="policy", input=messages)
     assert re.search(r"maximum context length", str(e.value)), e.value
     assert tree.read(session.record).calls == []
@@ -208,19 +218,22 @@ TOOL_CALL = '<tool_call>\n{"name":"run" , "arguments":{"limit_s": 1.0,"command":
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["chat", "messages"])
 def test_tool_calls_come_back_rewritten_and_are_grafted(scripted, connect, tokenizer, kind, stream):
-    """Would catch a policy that is conditioned on a tool call it did not write: clients send the arguments back re-serialised.
-    The second prompt must continue the sampled ids, spacing, key order and escapes included."""
+    """Would catch a policy that is conditioned on a tool call it did not write: clients send the arguments back
+    re-serialised. The second prompt must continue the sampled ids, spacing, key order and escapes included."""
     session = connect(scripted, ["Let me look.\n" + TOOL_CALL, "done"])
     if kind == "chat":
         client = gpt(connect, session)
         if stream:
-            with client.chat.completions.stream(model="policy", messages=USER, tools=TOOLS) as events: message = events.get_final_completion().choices[0].message
+            with client.chat.completions.stream(model="policy", messages=USER, tools=TOOLS) as events:
+                message = events.get_final_completion().choices[0].message
         else: message = client.chat.completions.create(model="policy", messages=USER, tools=TOOLS).choices[0].message
         tool, = message.tool_calls
-        assert json.loads(tool.function.arguments) == {"limit_s": 1.0, "command": "ls ≥ 1"}
-        history = [*USER, {"role": "assistant", "content": message.content, "tool_calls": [
-            {"id": tool.id, "type": "function", "function": {"name": "run", "arguments": json.dumps(json.loads(tool.function.arguments), sort_keys=True)}}]},
-            {"role": "tool", "tool_call_id": tool.id, "content": "a.txt"}]
+        arguments = json.loads(tool.function.arguments)
+        assert arguments == {"limit_s": 1.0, "command": "ls ≥ 1"}
+        again = {"name": "run", "arguments": json.dumps(arguments, sort_keys=True)}
+        said = {"content": message.content, "tool_calls": [{"id": tool.id, "type": "function", "function": again}]}
+        result = {"role": "tool", "tool_call_id": tool.id, "content": "a.txt"}
+        history = [*USER, {"role": "assistant", **said}, result]
         client.chat.completions.create(model="policy", messages=history, tools=TOOLS)
     else:
         client = claude(connect, session)
@@ -231,8 +244,10 @@ def test_tool_calls_come_back_rewritten_and_are_grafted(scripted, connect, token
         else: message = client.messages.create(messages=USER, **body)
         tool = next(b for b in message.content if b.type == "tool_use")
         assert tool.input == {"limit_s": 1.0, "command": "ls ≥ 1"} and message.stop_reason == "tool_use"
-        history = [*USER, {"role": "assistant", "content": [b.model_dump(include={"type", "text", "id", "name", "input"}, exclude_none=True) for b in message.content]},
-                   {"role": "user", "content": [{"type": "tool_result", "tool_use_id": tool.id, "content": "a.txt"}]}]
+        keys = {"type", "text", "id", "name", "input"}
+        said = [b.model_dump(include=keys, exclude_none=True) for b in message.content]
+        result = [{"type": "tool_result", "tool_use_id": tool.id, "content": "a.txt"}]
+        history = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": result}]
         client.messages.create(messages=history, **body)
     first, second = tree.read(session.record).calls
     assert second.cause is None and second.prompt_ids[:len(first.ids)] == first.ids
@@ -240,12 +255,13 @@ def test_tool_calls_come_back_rewritten_and_are_grafted(scripted, connect, token
 
 
 @pytest.mark.parametrize("history, cause", [
-    ([{"role": "user", "content": "List the files."}], "retry"),
-    ([{"role": "user", "content": "List the files."}, {"role": "assistant", "content": "no such reply"}, {"role": "user", "content": "x"}], "history_edited"),
-    ([{"role": "system", "content": "new"}, {"role": "user", "content": "List the files."}], "system_changed"),
+    (USER, "retry"),
+    ([*USER, {"role": "assistant", "content": "no such reply"}, {"role": "user", "content": "x"}], "history_edited"),
+    ([{"role": "system", "content": "new"}, *USER], "system_changed"),
     ([{"role": "user", "content": "List them."}], "history_edited")])
 def test_forks_have_causes(scripted, connect, tokenizer, history, cause):
-    """Would catch a fork without a cause, one that is called `unknown`, and a prompt that was altered although nothing matched."""
+    """Would catch a fork without a cause, one that is called `unknown`, and a prompt that was altered although
+    nothing matched."""
     session = connect(scripted, ["ls", "b"])
     client = connect.client(session)
     ask(client), ask(client, history)
@@ -262,7 +278,8 @@ def test_changed_tools_are_a_fork_of_their_own(scripted, connect):
 
 
 def test_bad_engine_arguments(tiny):
-    """Would catch a hang: the server's argument parser exits, which ends the thread that it runs in and nothing else."""
+    """Would catch a hang: the server's argument parser exits, which ends the thread that it runs in and nothing
+    else."""
     with pytest.raises(ValueError, match="--bogus"):
         proxy.Proxy(tiny, max_model_len=1024, engine="scripted", engine_args=["--bogus"])
 
@@ -271,9 +288,11 @@ def test_proxy_command_by_hand(tiny, tmp_path):
     """Would catch a command that does not serve, does not record, or leaves its folder in /tmp after Ctrl-C."""
     with socket.create_server(("127.0.0.1", 0)) as server: port = server.getsockname()[1]
     (tmp_path / "script").write_text("hello\n")
-    command = [sys.executable, "proxy.py", "--model", tiny, "--session", "me", "--port", str(port), "--record", tmp_path / "rec",
-               "--max_model_len", "1024", "--engine", "scripted", "--script", tmp_path / "script"]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "proxy.py", "--model", tiny, "--session", "me", "--port", str(port),
+               "--record", tmp_path / "rec", "--max_model_len", "1024", "--engine", "scripted",
+               "--script", tmp_path / "script"]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
     assert f"127.0.0.1:{port}" in process.stdout.readline()
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x")
     assert client.chat.completions.create(model="policy", messages=USER).choices[0].message.content == "hello"
@@ -290,30 +309,34 @@ WORDS = st.text(st.sampled_from("ab  \n\t.{}\"'/-é≥✓0<"), max_size=14)
 
 
 def graft(tokenizer, template_ids, calls, mode="canonical"):
-    return proxy.graft(template_ids, calls, {tokenizer.eos_token_id}, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), mode)
+    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    return proxy.graft(template_ids, calls, {tokenizer.eos_token_id}, decode, mode)
 
 
 def tokenise(tokenizer, text, cuts):
     """One of the many tokenisations of a text: each piece by itself."""
     bounds = [0, *sorted({min(c, len(text)) for c in cuts}), len(text)]
-    return [t for a, b in zip(bounds, bounds[1:]) if a < b for t in tokenizer.encode(text[a:b], add_special_tokens=False)]
+    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:]) if a < b]
+    return [t for piece in pieces for t in tokenizer.encode(piece, add_special_tokens=False)]
 
 
 def call_of(id, prompt, template, sampled, cause=None):
     return tree.Call(id, "main", cause, prompt, template, sampled, [-1.0] * len(sampled), "stop")
 
 
-turns = st.lists(st.tuples(WORDS, st.lists(st.integers(0, 14), max_size=6), st.booleans(), WORDS), min_size=2, max_size=5)
+CUTS = st.lists(st.integers(0, 14), max_size=6)
+turns = st.lists(st.tuples(WORDS, CUTS, st.booleans(), WORDS), min_size=2, max_size=5)      # said, cuts, is cut, answer
 many = settings(max_examples=200, deadline=None)
-merging = example(turns=[("\n\nls", [0, 1], False, "x"), ("  ls", [1], False, "\n")])        # tokens over the header's end
+merging = example(turns=[("\n\nls", [0, 1], False, "x"), ("  ls", [1], False, "\n")])    # with the header's last token
 
 
 @many
 @merging
 @given(turns=turns)
 def test_a_text_preserving_harness_makes_one_chain(tokenizer, turns):
-    """Would catch a graft that loses the policy's own tokens, whatever their tokenisation (white space that merges with the
-    header included), doubles or drops an end of turn (a reply cut at max_tokens has none), or alters what the harness added."""
+    """Would catch a graft that loses the policy's own tokens, whatever their tokenisation (white space that merges
+    with the header included), doubles or drops an end of turn (a reply cut at max_tokens has none), or alters what
+    the harness added."""
     messages, calls = list(USER), []
     for i, (text, cuts, is_cut, answer) in enumerate(turns):
         template = render(tokenizer, messages)
@@ -332,9 +355,10 @@ def test_a_text_preserving_harness_makes_one_chain(tokenizer, turns):
 @many
 @given(turns=turns, special=st.sampled_from([0, 1]))
 def test_special_tokens_that_the_harness_never_saw(tokenizer, turns, special):
-    """Would catch a fork, blamed on the harness, at each reply in which the policy sampled a special token: the server strips them."""
+    """Would catch a fork, blamed on the harness, at each reply in which the policy sampled a special token: the
+    server strips them."""
     text, cuts, _, answer = turns[0]
-    sampled = [*tokenise(tokenizer, text, cuts), special, *tokenizer.encode("x", add_special_tokens=False), tokenizer.eos_token_id]
+    sampled = [*tokenise(tokenizer, text, cuts), special, *tokenise(tokenizer, "x", []), tokenizer.eos_token_id]
     template = render(tokenizer, USER)
     call = call_of(0, template, template, sampled)
     history = [*USER, {"role": "assistant", "content": text + "x"}, {"role": "user", "content": answer}]
@@ -346,8 +370,8 @@ def test_special_tokens_that_the_harness_never_saw(tokenizer, turns, special):
 @merging
 @given(turns=turns)
 def test_graft_off_leaves_prompts_alone_and_says_why(tokenizer, turns):
-    """Would catch an ablation `off` that still grafts, a re-tokenised turn that is not counted as such, or a fork invented where
-    the harness's own rendering happens to be what was sampled."""
+    """Would catch an ablation `off` that still grafts, a re-tokenised turn that is not counted as such, or a fork
+    invented where the harness's own rendering happens to be what was sampled."""
     text, cuts, _, answer = turns[0]
     template, sampled = render(tokenizer, USER), [*tokenise(tokenizer, text, cuts), tokenizer.eos_token_id]
     call = call_of(0, template, template, sampled)
@@ -361,8 +385,8 @@ def test_graft_off_leaves_prompts_alone_and_says_why(tokenizer, turns):
 @many
 @given(turns=turns, edit=st.sampled_from(["turn", "question", "later"]))
 def test_an_edited_history_is_a_fork(tokenizer, turns, edit):
-    """Would catch a graft that puts the sampled text back where the harness changed it: the policy would be trained on what it did
-    not see. What comes after an edit must not be grafted onto the unedited branch either."""
+    """Would catch a graft that puts the sampled text back where the harness changed it: the policy would be trained
+    on what it did not see. What comes after an edit must not be grafted onto the unedited branch either."""
     (text, cuts, _, answer), (text2, cuts2, _, _) = turns[:2]
     first = call_of(0, *[render(tokenizer, USER)] * 2, [*tokenise(tokenizer, text, cuts), tokenizer.eos_token_id])
     history = [*USER, {"role": "assistant", "content": text}, {"role": "user", "content": "Q" + answer}]
@@ -376,7 +400,7 @@ def test_an_edited_history_is_a_fork(tokenizer, turns, edit):
     prompt, parent, cause = graft(tokenizer, rendered, [first, second])
     assert tokenizer.decode(prompt) == tokenizer.decode(rendered) and parent is not second
     if edit == "turn": assert prompt == rendered and cause == "history_edited"
-    else: assert parent is first and prompt[:len(first.ids)] == first.ids and cause == "history_edited"     # what is left of the old
+    else: assert parent is first and prompt[:len(first.ids)] == first.ids and cause == "history_edited"
 
 
 @many
@@ -393,28 +417,35 @@ def test_a_retry_sees_the_same_prompt(tokenizer, turns):
 
 
 def test_meaning():
-    """Would catch a canonical form that takes two different tool calls for one, or two spellings of one for different."""
-    same = ['<tool_call>{"a": 1, "b": "\\u2265"}</tool_call>', '<tool_call>\n{"b":"≥","a":1}\n</tool_call>\n', ' <tool_call>{"b": "≥", "a": 1}</tool_call>']
-    other = ['<tool_call>{"a": 2, "b": "≥"}</tool_call>', '<tool_call>{"a": "1", "b": "≥"}</tool_call>', '<tool_call>{"a": 1}</tool_call>',
-             'x <tool_call>{"a": 1, "b": "≥"}</tool_call>', '<tool_call>{"a": 1, "b": "≥"', '{"a": 1, "b": "≥"}']
-    assert len({proxy.meaning(x) for x in same}) == 1 and len({proxy.meaning(x) for x in [same[0], *other]}) == len(other) + 1
+    """Would catch a canonical form that takes two different tool calls for one, or two spellings of one for
+    different."""
+    wrap = "<tool_call>{}</tool_call>".format
+    same = [wrap('{"a": 1, "b": "\\u2265"}'), wrap('\n{"b":"≥","a":1}\n') + "\n", " " + wrap('{"b": "≥", "a": 1}')]
+    other = [wrap('{"a": 2, "b": "≥"}'), wrap('{"a": "1", "b": "≥"}'), wrap('{"a": 1}'), "x " + same[0],
+             '<tool_call>{"a": 1, "b": "≥"', '{"a": 1, "b": "≥"}']
+    assert len({proxy.meaning(x) for x in same}) == 1
+    assert len({proxy.meaning(x) for x in [same[0], *other]}) == len(other) + 1
 
 
 # ---- over vLLM itself ----
 
 HOSTILE = dict(
-    temperature=0.01, top_p=0.1, top_k=1, min_p=0.9, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=1.9, seed=1, n=2, min_tokens=9,
-    logit_bias={"5": 100}, bad_words=["a"], allowed_token_ids=[5, 6], ignore_eos=True, structured_outputs={"choice": ["yes", "no"]},
-    thinking_token_budget=1, vllm_xargs={"a": 1}, watermarking=False)
+    temperature=0.01, top_p=0.1, top_k=1, min_p=0.9, presence_penalty=2.0, frequency_penalty=2.0,
+    repetition_penalty=1.9, seed=1, n=2, min_tokens=9, logit_bias={"5": 100}, bad_words=["a"], allowed_token_ids=[5, 6],
+    ignore_eos=True, structured_outputs={"choice": ["yes", "no"]}, thinking_token_budget=1, vllm_xargs={"a": 1},
+    watermarking=False)
 
 
 def test_the_run_owns_the_sampling(real, connect, tiny):
-    """Would catch any parameter of a request that reaches the sampler: recorded log-probabilities would be those of another
-    distribution. At temperature 1 a random model never repeats itself; bias, grammar or greed would show at once."""
+    """Would catch any parameter of a request that reaches the sampler: recorded log-probabilities would be those of
+    another distribution. At temperature 1 a random model never repeats itself; bias, grammar or greed would show at
+    once."""
     session = connect(real)
     client = connect.client(session)
-    for body in (HOSTILE, {"use_beam_search": True, "n": 2}, {"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"},
-                 {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "run"}}}, {"stream": True, **HOSTILE}):
+    named = {"type": "function", "function": {"name": "run"}}
+    for body in (HOSTILE, {"use_beam_search": True, "n": 2}, {"response_format": {"type": "json_object"}},
+                 {"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS, "tool_choice": named},
+                 {"stream": True, **HOSTILE}):
         answer = ask(client, max_tokens=24, **body)
         assert answer.status_code == 200, (body, answer.text)
         if "stream" not in body: assert len(answer.json()["choices"]) == 1
@@ -424,8 +455,9 @@ def test_the_run_owns_the_sampling(real, connect, tiny):
         assert len(set(call.sampled_ids)) > 15 and call.sampling["temperature"] == 1.0
         assert all(math.isfinite(x) for x in call.logp_rollout)
     thinking = connect(real, max_tokens=24)                 # what Claude Code sends: its budget would force tokens
-    body = dict(model="policy", max_tokens=2000, messages=USER, temperature=0, top_k=1, thinking={"type": "enabled", "budget_tokens": 1024},
-                tools=[{"name": "run", "input_schema": {"type": "object"}}], tool_choice={"type": "any"})
+    body = dict(model="policy", max_tokens=2000, messages=USER, temperature=0, top_k=1,
+                thinking={"type": "enabled", "budget_tokens": 1024}, tool_choice={"type": "any"},
+                tools=[{"name": "run", "input_schema": {"type": "object"}}])
     answer = connect.client(thinking).post(MESSAGES, json=body)
     assert answer.status_code == 200, answer.text
     assert len(set(tree.read(thinking.record).calls[0].sampled_ids)) > 15
@@ -437,9 +469,10 @@ def test_max_tokens_is_clamped(scripted, connect, kind):
     """Would catch a refusal of what real harnesses ask for (32000), and a cap that is ignored."""
     session = connect(scripted, ["one two three four five six seven"] * 2, max_tokens=4)
     web = connect.client(session)
-    body = {"chat": {"messages": USER, "max_completion_tokens": 32000}, "messages": {"messages": USER, "max_tokens": 32000},
-            "responses": {"input": USER, "max_output_tokens": 32000}}[kind]
-    answer = web.post({"chat": CHAT, "messages": MESSAGES, "responses": RESPONSES}[kind], json={"model": "policy"} | body)
+    path, body = {"chat": (CHAT, {"messages": USER, "max_completion_tokens": 32000}),
+                  "messages": (MESSAGES, {"messages": USER, "max_tokens": 32000}),
+                  "responses": (RESPONSES, {"input": USER, "max_output_tokens": 32000})}[kind]
+    answer = web.post(path, json={"model": "policy"} | body)
     assert answer.status_code == 200, answer.text
     ask(web, max_tokens=2)
     first, second = tree.read(session.record).calls
@@ -447,7 +480,8 @@ def test_max_tokens_is_clamped(scripted, connect, kind):
 
 
 def test_what_fits_is_the_cap(real, connect, tokenizer):
-    """Would catch an engine that refuses, or runs past its context, when a harness asks for more than what is left of it."""
+    """Would catch an engine that refuses, or runs past its context, when a harness asks for more than what is left
+    of it."""
     session = connect(real)
     messages = [{"role": "user", "content": " a" * 1000}]
     room = 1024 - len(render(tokenizer, messages))
@@ -489,8 +523,9 @@ def converse(client, n=3, **body):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_engine_and_trainer_agree(real, connect, tiny, temperature):
-    """Would catch an off-by-one between tokens and log-probabilities, raw instead of processed log-probabilities, a temperature
-    applied on one side only, and a prompt that is not what the policy was conditioned on: THE promise of the design."""
+    """Would catch an off-by-one between tokens and log-probabilities, raw instead of processed log-probabilities, a
+    temperature applied on one side only, and a prompt that is not what the policy was conditioned on: THE promise
+    of the design."""
     session = connect(real, temperature=temperature)
     converse(connect.client(session)), converse(connect.client(session))        # the second forks: same first prompt
     record = tree.read(session.record)
@@ -507,11 +542,13 @@ def hand_over(proxy_, weights, version):
 
 
 def test_new_weights_are_used_and_old_caches_are_not(real, connect, tiny):
-    """Would catch weights that do not arrive, arrive under the wrong name, or leave keys and values of the old ones in the prefix
-    cache: after the hand-over the same prompts must be answered as the new model does, not as the old one."""
+    """Would catch weights that do not arrive, arrive under the wrong name, or leave keys and values of the old ones
+    in the prefix cache: after the hand-over the same prompts must be answered as the new model does, not as the old
+    one."""
     old, torch_state = trainer(tiny), torch.random.get_rng_state()
     torch.manual_seed(7)
-    new = {n: (torch.randn_like(p) * p.std() if p.dim() > 1 else p * (1 + 0.3 * torch.randn_like(p))) for n, p in old.named_parameters()}
+    redraw = lambda p: torch.randn_like(p) * p.std() if p.dim() > 1 else p * (1 + 0.3 * torch.randn_like(p))
+    new = {n: redraw(p) for n, p in old.named_parameters()}
     torch.random.set_rng_state(torch_state)
     before, after = connect(real), connect(real)
     version = real.engine.version
@@ -528,7 +565,8 @@ def test_new_weights_are_used_and_old_caches_are_not(real, connect, tiny):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, stream):
-    """Would catch a call whose tokens all count as sampled by the newest weights: its off-policy part would pass as on-policy."""
+    """Would catch a call whose tokens all count as sampled by the newest weights: its off-policy part would pass as
+    on-policy."""
     session, version = connect(real), real.engine.version
     weights = {n: p.detach() for n, p in trainer(tiny).named_parameters()}
     thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=900, stream=stream))
@@ -544,12 +582,13 @@ def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves(real, connect, stream):
-    """Would catch a call that goes on sampling for nobody, or one that is lost: it must stand in the record as aborted, once, and
-    not be trained."""
+    """Would catch a call that goes on sampling for nobody, or one that is lost: it must stand in the record as
+    aborted, once, and not be trained."""
     session = connect(real)
     started = time.monotonic()
     with pytest.raises(httpx.ReadTimeout):
-        with connect.client(session).stream("POST", CHAT, json={"model": "policy", "messages": USER, "stream": stream}, timeout=0.3) as answer:
+        body = {"model": "policy", "messages": USER, "stream": stream}
+        with connect.client(session).stream("POST", CHAT, json=body, timeout=0.3) as answer:
             for _ in answer.iter_lines():
                 if time.monotonic() - started > 0.3: raise httpx.ReadTimeout("enough")
     while not session.calls and time.monotonic() - started < 20: time.sleep(0.01)
@@ -563,8 +602,8 @@ def test_a_client_that_leaves(real, connect, stream):
 
 
 def test_time_runs_out_in_the_middle_of_a_call(real, tmp_path, bubblewrap):
-    """Would catch a call that is recorded behind the end of its rollout, or not at all ("never reached the model"), when the time
-    limit ends the agent while the engine samples (here: is held, as during an update)."""
+    """Would catch a call that is recorded behind the end of its rollout, or not at all ("never reached the model"),
+    when the time limit ends the agent while the engine samples (here: is held, as during an update)."""
     task = rollout.load_task(make_task(tmp_path / "task", toml="[agent]\ntimeout_sec = 2"), "task", {})
     runner = rollout.Runner(real, "bubblewrap", "test-late", temperature=1.0)
     real.call(real.engine.pause_generation(mode="keep"))

@@ -19,10 +19,11 @@ import tree
 from rollout import Job, Runner, load_task, load_tasks, make_jobs
 
 BASE = {"debian:bookworm-slim": "harness-rl/base"}      # for Docker; bubblewrap takes the host's /usr
+REWARD, JSON = "> /logs/verifier/reward.txt", "/logs/verifier/reward.json"
 
 
 def kind_of(task):
-    return task.id.rpartition("-")[0]
+    return task.id.rpartition("/")[2].rpartition("-")[0]
 
 
 def remains(run_id):
@@ -33,8 +34,9 @@ def remains(run_id):
 
 @pytest.mark.parametrize("harness, reward", [("oracle", 1), ("nop", 0)])
 def test_every_task_under_bubblewrap(shell_tasks, bubblewrap, tmp_path, harness, reward):
-    """Would catch a task whose solution does not solve it or whose verifier pays for nothing, and a rollout that loses the workspace
-    between agent and verifier: the whole generated set, in the sandboxes that training uses. nop: each 4th training task."""
+    """Would catch a task whose solution does not solve it or whose verifier pays for nothing, and a rollout that
+    loses the workspace between agent and verifier: the whole generated set, in the sandboxes that training uses.
+    nop: each 4th training task."""
     tasks = load_tasks(shell_tasks)
     if harness == "nop": tasks = [t for i, t in enumerate(tasks) if "train/" not in t.id or i % 4 == 0]
     runner = Runner(None, bubblewrap, "test-all", num_parallel=6)
@@ -45,22 +47,26 @@ def test_every_task_under_bubblewrap(shell_tasks, bubblewrap, tmp_path, harness,
 
 
 def test_two_of_each_kind_under_docker(shell_tasks, docker, tmp_path):
-    """Would catch a task that works with the host's tools only: here they are the base image's, and the user is root."""
+    """Would catch a task that works with the host's tools only: here they are the base image's, and the user is
+    root."""
     found = defaultdict(list)
     for task in load_tasks(shell_tasks, BASE): found[kind_of(task)].append(task)
-    tasks = [t for of_kind in found.values() if "train/" not in of_kind[0].id for t in of_kind[:2]]
-    done = Runner(None, docker, "test-docker", num_parallel=6).run_all(make_jobs(tasks, ["oracle", "nop"], 1), tmp_path, "", quiet=True)
-    assert len(tasks) == 60
-    assert not [(r.task, r.harness, r.outcome, r.reward, r.detail) for r in done if (r.outcome, r.reward) != ("ok", r.harness == "oracle")]
+    found = found.values()
+    jobs = [job for oracle, nop, *_ in found for job in (Job(oracle, "oracle"), Job(nop, "nop"))]
+    done = Runner(None, docker, "test-docker", num_parallel=6).run_all(jobs, tmp_path, "", quiet=True)
+    assert len(done) == 60
+    wrong = [r for r in done if (r.outcome, r.reward) != ("ok", r.harness == "oracle")]
+    assert not wrong
 
 
 @pytest.mark.parametrize("where", ["bubblewrap", "docker"])
 def test_the_bash_harness_solves_tasks_end_to_end(shell_tasks, scripted, tokenizer, tmp_path, where, request):
-    """Would catch any break between model and verifier: each solution, said by a scripted policy through the real server, socket,
-    forwarder and agent, must score 1; and the record must hold exactly what was said, in one chain without a fork."""
+    """Would catch any break between model and verifier: each solution, said by a scripted policy through the real
+    server, socket, forwarder and agent, must score 1; and the record must hold exactly what was said, in one chain
+    without a fork."""
     kind = request.getfixturevalue(where)
     first = {}
-    for task in load_tasks(shell_tasks, BASE if where == "docker" else {}): first.setdefault(task.id.split("/")[-1].rpartition("-")[0], task)
+    for task in load_tasks(shell_tasks, BASE if where == "docker" else {}): first.setdefault(kind_of(task), task)
     tasks = list(first.values())[::1 if where == "bubblewrap" else 6]
     jobs = make_jobs(tasks, ["bash"], 1, "solution")
     runner = Runner(scripted, kind, f"test-{where}", model="tiny", num_parallel=6)
@@ -69,10 +75,12 @@ def test_the_bash_harness_solves_tasks_end_to_end(shell_tasks, scripted, tokeniz
     for r, job in zip(done, jobs):
         assert [tokenizer.decode(c.sampled_ids[:-1]) for c in r.calls] == [*job.task.solution(), "DONE"]
         assert all(c.cause is None and c.finish == "stop" and c.template_ids == c.prompt_ids for c in r.calls)
-        assert job.task.instruction in tokenizer.decode(r.calls[0].prompt_ids) and "exit 0" in tokenizer.decode(r.calls[-1].prompt_ids)
+        assert job.task.instruction in tokenizer.decode(r.calls[0].prompt_ids)
+        assert "exit 0" in tokenizer.decode(r.calls[-1].prompt_ids)
         t = tree.build(r)
         assert len(t.paths) == 1 and t.num_trained == sum(len(c.sampled_ids) for c in r.calls)
-        assert r.sandbox == kind and r.verify == "strict" and set(r.seconds) == {"start", "agent", "verify"} and r.temperature == 1.0
+        assert (r.sandbox, r.verify, r.temperature) == (kind, "strict", 1.0)
+        assert set(r.seconds) == {"start", "agent", "verify"}
     assert not remains(f"test-{where}") and not scripted.sessions
 
 
@@ -97,43 +105,52 @@ def test_harness_error(run):
 def test_timeout_ends_in_time_and_is_verified(run):
     """Would catch a hang that holds the run, or that throws away what stood when the time was over."""
     started = time.monotonic()
-    done = run(solution="echo done > f; sleep 1000", toml="[agent]\ntimeout_sec = 0.7", test="cp f /logs/verifier/x && echo 0.5 > /logs/verifier/reward.txt")
-    assert (done.outcome, done.reward) == ("timeout", 0.5) and 0.6 < done.seconds["agent"] < 3 and time.monotonic() - started < 8
+    test, toml = f"[ -e f ] && echo 0.5 {REWARD}", "[agent]\ntimeout_sec = 0.7"
+    done = run(solution="echo done > f; sleep 1000", test=test, toml=toml)
+    assert (done.outcome, done.reward) == ("timeout", 0.5)
+    assert 0.6 < done.seconds["agent"] < 3 and time.monotonic() - started < 8
 
 
 def test_strict_verification_sees_the_workspace_and_nothing_else(run):
-    """Would catch an agent that cheats: a reward of its own, a changed test, a process that lives on, a file outside the workspace."""
-    done = run(solution="mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; "
-                        "touch /tmp/mark inside; (while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done) & rm here.txt",
-               test="[ -e /tmp/mark ] || [ -e here.txt ] || [ ! -e inside ] || [ -e /solution/solve.sh ] && echo 9 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt")
+    """Would catch an agent that cheats: a reward of its own, a changed test, a process that lives on, a file
+    outside the workspace."""
+    cheat = f"""mkdir -p /logs/verifier /tests; echo 1 {REWARD}; echo 'echo 1 {REWARD}' > /tests/test.sh
+        touch /tmp/mark inside; rm here.txt; (while :; do echo 1 {REWARD}; sleep 0.01; done) &"""
+    test = f"""[ -e inside ] || echo 7 {REWARD}
+        [ ! -e /tmp/mark ] && [ ! -e here.txt ] && [ ! -e /solution/solve.sh ] || echo 8 {REWARD}
+        [ -e /logs/verifier/reward.txt ] || echo 0 {REWARD}"""
+    done = run(solution=cheat, test=test)
     assert (done.outcome, done.reward) == ("ok", 0), done
 
 
 def test_tests_and_solution_are_hidden_from_a_harness(run, scripted):
     """Would catch a verifier or a solution that the agent can read."""
-    done = run(scripted, ("ls /tests /solution > seen 2>&1; cat /tests/test.sh >> seen", "DONE"), test="grep -q reward seen || echo 1 > /logs/verifier/reward.txt")
+    script = ("ls /tests /solution > seen 2>&1; cat /tests/test.sh >> seen", "DONE")
+    done = run(scripted, script, test=f"grep -q verifier seen || echo 1 {REWARD}")
     assert (done.outcome, done.reward) == ("ok", 1)
 
 
 @pytest.mark.parametrize("test, says", [
-    ("true", "ended with status 0 and wrote no"), ("echo oh no; exit 3", "oh no"), ("echo good > /logs/verifier/reward.txt", "'good'"),
-    ("echo inf > /logs/verifier/reward.txt", "'inf'"), ("echo nan > /logs/verifier/reward.txt", "'nan'"), ("> /logs/verifier/reward.txt", "''"),
-    ("echo '{\"score\": 1}' > /logs/verifier/reward.json", "score"), ("ln -s /etc/passwd /logs/verifier/reward.txt", "wrote no"),
-    ("sleep 100", "ran out of time")])
+    ("true", "ended with status 0 and wrote no"), ("echo oh no; exit 3", "oh no"), ("sleep 100", "ran out of time"),
+    (f"echo good {REWARD}", "'good'"), (f"echo inf {REWARD}", "'inf'"), (f"echo nan {REWARD}", "'nan'"), (REWARD, "''"),
+    (f"echo '{{\"score\": 1}}' > {JSON}", "score"), ("ln -s /etc/passwd /logs/verifier/reward.txt", "wrote no")])
 def test_verifier_error(run, test, says):
-    """Would catch a broken verifier that counts as failure (or success!) of the policy: nothing, nonsense or inf is no reward."""
+    """Would catch a broken verifier that counts as failure (or success!) of the policy: nothing, nonsense or inf is
+    no reward."""
     done = run(test=test, toml="[verifier]\ntimeout_sec = 1.5")
     assert (done.outcome, done.reward) == ("verifier_error", None) and says in done.detail
 
 
-@pytest.mark.parametrize("test, reward", [("echo ' 0.25' > /logs/verifier/reward.txt", 0.25), ("echo '{\"reward\": 1, \"x\": 0}' > /logs/verifier/reward.json", 1)])
+@pytest.mark.parametrize("test, reward", [
+    (f"echo ' 0.25' {REWARD}", 0.25), (f"echo '{{\"reward\": 1, \"x\": 0}}' > {JSON}", 1)])
 def test_rewards(run, test, reward):
     """Would catch a fraction that is rounded, and Harbor's reward.json not being read."""
     assert run(test=test).reward == reward
 
 
 def test_a_harness_without_a_call_is_loud(run, scripted, capsys):
-    """Would catch a harness that silently never reaches the model: its rollout must not count as a failure of the policy."""
+    """Would catch a harness that silently never reaches the model: its rollout must not count as a failure of the
+    policy."""
     done = run(scripted, ("DONE",), dockerfile="ENV MAX_TOKENS=lots")       # the agent crashes before its first call
     assert (done.outcome, done.reward) == ("no_calls", None)
     assert "never reached the model" in capsys.readouterr().err
@@ -141,7 +158,7 @@ def test_a_harness_without_a_call_is_loud(run, scripted, capsys):
 
 def test_a_harness_whose_model_fails(run, scripted, tmp_path):
     """Would catch a refused call that hangs the harness or hides that it failed; what it did before still counts."""
-    done = run(scripted, ("touch solved",), test="[ -e solved ] && echo 1 > /logs/verifier/reward.txt")
+    done = run(scripted, ("touch solved",), test=f"[ -e solved ] && echo 1 {REWARD}")
     assert (done.outcome, done.reward, len(done.calls)) == ("harness_error", 1, 1)
     assert "the script of session" in next(tmp_path.glob("*.log")).read_text()
 
@@ -159,52 +176,57 @@ def test_infra_error(run):
 
 
 def test_a_workspace_that_cannot_be_carried_over(docker, tmp_path):
-    """Would catch an agent that deletes its workspace to escape the verdict: an infra_error would leave loss and statistics."""
+    """Would catch an agent that deletes its workspace to escape the verdict: an infra_error would leave loss and
+    statistics."""
     folder = make_task(tmp_path / "task", solution="cd /; rm -rf /app; ln -s /etc /app")
     done = Runner(None, docker, "test-gone").run(Job(load_task(folder, "task", BASE), "oracle"), tmp_path)
     assert (done.outcome, done.reward) == ("ok", 0) and "carried" in done.detail
 
 
 def test_a_fault_stops_the_others_at_once(bubblewrap, tmp_path):
-    """Would catch an interrupt that waits for hanging agents, starts what was queued, or leaves sandboxes and a false outcome behind."""
+    """Would catch an interrupt that waits for hanging agents, starts what was queued, or leaves sandboxes and a
+    false outcome behind."""
     task = load_task(make_task(tmp_path / "task", solution="sleep 300"), "task", {})
     class Interrupted(Runner):                          # Ctrl-C in the main thread, as far as run_all can tell
         def run(self, job, out):
             if job.sample < 3: return super().run(job, out)
             time.sleep(0.5)
             raise KeyboardInterrupt
-    started = time.monotonic()
+    started, runner = time.monotonic(), Interrupted(None, bubblewrap, "test-stop", num_parallel=4)
     with pytest.raises(KeyboardInterrupt):
-        Interrupted(None, bubblewrap, "test-stop", num_parallel=4).run_all([Job(task, "oracle", i) for i in range(9)], tmp_path / "out", "", quiet=True)
+        runner.run_all([Job(task, "oracle", i) for i in range(9)], tmp_path / "out", "", quiet=True)
     assert time.monotonic() - started < 6 and not remains("test-stop")
     records = list((tmp_path / "out").glob("*.jsonl"))
     assert len(records) == 3 and all(tree.read(r).outcome is None for r in records)
 
 
 def test_summary():
-    """Would catch a pass rate over rollouts without a reward, or an interval that is not Wilson's (hand values: 8 of 10)."""
+    """Would catch a pass rate over rollouts without a reward, or an interval that is not Wilson's (hand values: 8
+    of 10)."""
     r = [tree.Rollout(str(i), "t", "h", "m", 1.0, 0.0, outcome="ok", reward=float(i < 8)) for i in range(10)]
     r += [tree.Rollout("x", "t", "h", "m", 1.0, 0.0, outcome="infra_error")]
     s = rollout.summary(r)
     assert (s["num"], s["num_judged"], s["solved"], s["pass_rate"]) == (11, 10, 8, 0.8)
-    assert abs(s["low"] - 0.490) < 1e-3 and abs(s["high"] - 0.943) < 1e-3 and s["outcomes"] == {"ok": 10, "infra_error": 1}
+    assert abs(s["low"] - 0.490) < 1e-3 and abs(s["high"] - 0.943) < 1e-3
+    assert s["outcomes"] == {"ok": 10, "infra_error": 1}
     assert "80.0 % of 10" in rollout.show(s)
 
 
 # ---- the commands ----
 
-def command(*words, timeout_s=60, **env):
-    started = time.monotonic()
-    result = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=timeout_s)
-    return result, time.monotonic() - started
+def command(*words, **env):
+    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=os.environ | env, capture_output=True,
+                          text=True, timeout=300)
 
 
 def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
     """Would catch a command that ends well without its records or its summary, or in another way than status 0."""
-    result, _ = command("rollout.py", "--tasks", shell_tasks / "heldout", "--limit", 2, "--harness", "bash,nop", "--model", tiny, "--engine", "scripted",
-                        "--script", "solution", "--sandbox", "bubblewrap", "--out", tmp_path / "out", timeout_s=200)
+    result = command("rollout.py", "--tasks", shell_tasks / "heldout", "--limit", 2, "--harness", "bash,nop",
+                     "--model", tiny, "--engine", "scripted", "--script", "solution", "--sandbox", "bubblewrap",
+                     "--out", tmp_path / "out")
     assert result.returncode == 0, result.stderr
-    assert "bash in bubblewrap: 100.0 % of 2 solved" in result.stdout and "nop in bubblewrap: 0.0 % of 2" in result.stdout
+    assert "bash in bubblewrap: 100.0 % of 2 solved" in result.stdout
+    assert "nop in bubblewrap: 0.0 % of 2" in result.stdout
     assert json.loads((tmp_path / "out/summary.bash.json").read_text())["solved"] == 2
     assert len(list((tmp_path / "out").glob("*.jsonl"))) == len(list((tmp_path / "out").glob("*.log"))) == 4
 
@@ -214,40 +236,51 @@ def folder(tmp_path_factory):
     """Good and bad tasks, one folder each."""
     root = tmp_path_factory.mktemp("bad")
     make_task(root / "good/one")
-    for name, change in {
-            "no_tests": lambda p: (p / "tests/test.sh").unlink(), "no_instruction": lambda p: (p / "instruction.md").unlink(),
-            "broken": lambda p: (p / "task.toml").write_text("agent = ["), "types": lambda p: (p / "task.toml").write_text("[agent]\ntimeout_sec = 'long'"),
-            "negative": lambda p: (p / "task.toml").write_text("[environment]\ncpus = -1"), "endless": lambda p: (p / "task.toml").write_text("[agent]\ntimeout_sec = inf"),
-            "flat": lambda p: (p / "task.toml").write_text("agent = 5"), "online": lambda p: (p / "task.toml").write_text("[environment]\nallow_internet = true"),
-            "image": lambda p: (p / "task.toml").write_text("[environment]\ndocker_image = 5"), "latin": lambda p: (p / "instruction.md").write_bytes(b"caf\xe9"),
-            "no_docker": lambda p: (p / "environment/Dockerfile").unlink(), "no_copy": lambda p: (p / "environment/Dockerfile").write_text("FROM debian\nCOPY x /")}.items():
-        change(make_task(root / name / "one"))
     (root / "empty").mkdir()
+    for name, (file, text, _) in BAD_TASKS.items():
+        path = make_task(root / name / "one") / file
+        if text is None: path.unlink()
+        else: path.write_bytes(text.encode("latin-1"))
     return root
 
 
-ROLLOUT = "rollout.py --tasks {tasks}/good --harness nop --out {out}"
+BAD_TASKS = {       # folder -> file of the task, what it holds (None: it is missing), what the message must name
+    "no_tests": ("tests/test.sh", None, "tests/test.sh"), "no_instruction": ("instruction.md", None, "instruction.md"),
+    "no_docker": ("environment/Dockerfile", None, "environment/Dockerfile"),
+    "no_copy": ("environment/Dockerfile", "FROM debian\nCOPY x /", "COPY x"),
+    "latin": ("instruction.md", "café", "instruction.md"), "broken": ("task.toml", "agent = [", "task.toml"),
+    "types": ("task.toml", "[agent]\ntimeout_sec = 'long'", "'long'"), "flat": ("task.toml", "agent = 5", "agent"),
+    "negative": ("task.toml", "[environment]\ncpus = -1", "-1"),
+    "endless": ("task.toml", "[agent]\ntimeout_sec = inf", "inf"),
+    "online": ("task.toml", "[environment]\nallow_internet = true", "allow_internet"),
+    "image": ("task.toml", "[environment]\ndocker_image = 5", "docker_image")}
+
+
+NOP = "rollout.py --harness nop --out {out} --tasks {tasks}/"
+ROLLOUT = NOP + "good"
+BASH = "rollout.py --harness bash --out {out} --tasks {tasks}/good"
 TRAIN = "train.py --tasks {tasks}/good --eval_tasks  --tasks_per_step 1 --model {model} --out {out}"
 PROXY = "proxy.py --model {model} --session s --record {out} --max_model_len 512"
 BAD = {     # command line -> what its message must name
-    ROLLOUT + " --bogus 1": "--bogus", ROLLOUT + " --num 3": "--num", TRAIN + " --bogus 1": "--bogus", TRAIN + " --warmup 1": "--warmup",
-    PROXY + " --port 1 --bogus": "--bogus", ROLLOUT + " --n many": "many", ROLLOUT + " --n 0": "--n 0", ROLLOUT + " --temperature -1": "-1",
-    "rollout.py --tasks {tasks}/nowhere --harness nop --out {out}": "nowhere", "rollout.py --tasks {tasks}/empty --harness nop --out {out}": "empty",
-    "rollout.py --tasks {tasks}/good --harness basch --out {out}": "basch",
-    "rollout.py --tasks {tasks}/good --harness bash --model {tasks} --out {out}": "--model",
-    "rollout.py --tasks {tasks}/good --harness bash --model {model} --max_model_len 9000 --out {out}": "9000",
-    "rollout.py --tasks {tasks}/good --harness bash --model {model} --engine scripted --out {out}": "--script",
-    "rollout.py --tasks {tasks}/good --harness bash --model {model} --engine scripted --script {tasks}/none --out {out}": "none",
-    ROLLOUT + " --base_image x": "x: NAME=LOCAL", ROLLOUT + " --out {tasks}/good/one/task.toml": "task.toml",
-    **{f"rollout.py --tasks {{tasks}}/{name} --harness nop --out {{out}}": says for name, says in {
-        "no_tests": "tests/test.sh", "no_instruction": "instruction.md", "broken": "task.toml", "types": "'long'", "negative": "-1", "endless": "inf", "flat": "agent",
-        "online": "allow_internet", "image": "docker_image", "latin": "instruction.md", "no_docker": "Dockerfile", "no_copy": "COPY x"}.items()},
-    TRAIN + " --algo ppo2": "ppo2", TRAIN + " --group_size 0": "--group_size 0", TRAIN + " --temperature 0": "--temperature 0",
-    TRAIN + " --algo gspo --loss_mean token": "gspo", TRAIN + " --dtype float16": "float16",
-    "train.py --tasks {tasks}/good --eval_tasks  --model {tasks} --out {out}": "--model", "train.py --tasks {tasks}/nowhere --model {model} --out {out}": "nowhere",
-    TRAIN + " --eval_tasks {tasks}/broken": "task.toml", TRAIN + " --tasks_per_step 2": "--tasks_per_step 2",
-    PROXY + " --port 99999": "99999", PROXY + " --port {port}": "{port}", PROXY + " --port 0 --engine scripted": "--script",
-    PROXY + " --port 0 --engine scripted --script {tasks}/none": "none", "proxy.py --session a/b --port 0 --record {out}": "a/b",
+    ROLLOUT + " --bogus 1": "--bogus", TRAIN + " --bogus 1": "--bogus", PROXY + " --port 1 --bogus": "--bogus",
+    ROLLOUT + " --num 3": "--num", TRAIN + " --warmup 1": "--warmup",                           # abbreviated
+    ROLLOUT + " --n many": "many", ROLLOUT + " --n 0": "--n 0", ROLLOUT + " --temperature -1": "-1",
+    ROLLOUT + " --harness basch": "basch", ROLLOUT + " --base_image x": "x: NAME=LOCAL",
+    ROLLOUT + " --out {tasks}/good/one/task.toml": "task.toml",
+    NOP + "nowhere": "nowhere", NOP + "empty": "empty",
+    **{NOP + name: says for name, (_, _, says) in BAD_TASKS.items()},
+    BASH + " --model {tasks}": "--model", BASH + " --model {model} --max_model_len 9000": "9000",
+    BASH + " --model {model} --engine scripted": "--script",
+    BASH + " --model {model} --engine scripted --script {tasks}/none": "none",
+    TRAIN + " --algo ppo2": "ppo2", TRAIN + " --group_size 0": "--group_size 0", TRAIN + " --dtype float16": "float16",
+    TRAIN + " --algo gspo --loss_mean token": "gspo", TRAIN + " --temperature 0": "--temperature 0",
+    TRAIN + " --model {tasks}": "--model",
+    TRAIN + " --tasks {tasks}/nowhere": "nowhere", TRAIN + " --eval_tasks {tasks}/broken": "task.toml",
+    TRAIN + " --tasks_per_step 2": "--tasks_per_step 2", TRAIN + " --max_model_len 9000": "9000",
+    PROXY + " --port 99999": "99999", PROXY + " --port {port}": "{port}",
+    PROXY + " --port 0 --engine scripted": "--script",
+    PROXY + " --port 0 --engine scripted --script {tasks}/none": "none", PROXY + " --port 0 --session a/b": "a/b",
+    PROXY + " --port 0 --max_model_len 9000": "9000",
 }
 
 
@@ -263,26 +296,28 @@ def taken():
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input(folder, tiny, taken, bubblewrap, tmp_path, capsys, line):
-    """Would catch a bad flag, file or value that is found late (after the engine's start, among its messages), not named, explained in
-    many lines, or that leaves a half-written run folder, which the next attempt would refuse."""
+    """Would catch a bad flag, file or value that is found late (after the engine's start, among its messages), not
+    named, explained in many lines, or that leaves a half-written run folder, which the next attempt would
+    refuse."""
     name, *words = fill(line, folder, tiny, tmp_path / "out", taken)
     module = importlib.import_module(name.removesuffix(".py"))
     started = time.monotonic()
     try: module.main(module.parse(words))
     except SystemExit as e: message, is_bad = capsys.readouterr().err.splitlines()[-1], e.code == 2
     except (ValueError, OSError, AssertionError, sandbox.SandboxError) as e: message, is_bad = str(e), True
-    assert is_bad and BAD[line].format(port=taken) in message and "\n" not in message and "Errno" not in message, message
+    assert is_bad and BAD[line].format(port=taken) in message, message
+    assert "\n" not in message and "Errno" not in message, message
     assert not (tmp_path / "out").exists() and time.monotonic() - started < 10 and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", [
-    ROLLOUT + " --bogus 1", TRAIN + " --bogus 1", PROXY + " --port {port}", TRAIN + " --algo ppo2", "rollout.py --tasks {tasks}/types --harness nop --out {out}",
-    "tree.py {tasks}/none"])
+@pytest.mark.parametrize("line", [ROLLOUT + " --bogus 1", TRAIN + " --bogus 1", PROXY + " --port {port}",
+                                  TRAIN + " --algo ppo2", NOP + "types", "tree.py {tasks}/none"])
 def test_bad_input_on_the_command_line(folder, tiny, taken, bubblewrap, tmp_path, line):
-    """Would catch a traceback, a status of 0, noise before the message, and a command that imports for long before it looks."""
-    result, took_s = command(*fill(line, folder, tiny, tmp_path / "out", taken))
-    lines = result.stderr.strip().splitlines()
-    assert result.returncode == 2 and not result.stdout and BAD.get(line, "none").format(port=taken) in lines[-1], result.stderr
+    """Would catch a traceback, a status of 0, noise before the message, and a command that imports for long before
+    it looks."""
+    result = command(*fill(line, folder, tiny, tmp_path / "out", taken))
+    lines, says = result.stderr.strip().splitlines(), BAD.get(line, "none").format(port=taken)
+    assert result.returncode == 2 and not result.stdout and says in lines[-1], result.stderr
     assert len(lines) == 1 or lines[0].startswith("usage:"), result.stderr
     assert not (tmp_path / "out").exists()
 
@@ -291,8 +326,9 @@ def test_no_sandbox(folder, tmp_path):
     """Would catch a run that starts its engine before it knows that it has no sandbox, or that falls back to none."""
     dead = dict(PATH="/nonexistent", DOCKER_HOST="unix:///nonexistent/docker.sock")
     for line, says in ((ROLLOUT, "bubblewrap does not run"), (ROLLOUT + " --sandbox docker", "docker daemon")):
-        result, _ = command(*fill(line, folder, "", tmp_path / "out", 0), **dead)
-        assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1 and not (tmp_path / "out").exists(), result.stderr
+        result = command(*fill(line, folder, "", tmp_path / "out", 0), **dead)
+        assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_in_use_is_spared(folder, tiny, bubblewrap, tmp_path):
@@ -301,13 +337,15 @@ def test_a_folder_in_use_is_spared(folder, tiny, bubblewrap, tmp_path):
     for name in ("metrics.jsonl", "one.nop.0.jsonl"): (tmp_path / "out" / name).write_text("precious")
     (tmp_path / "out/good-one.nop.0.jsonl").write_text("precious")
     for line, says in ((ROLLOUT, "good-one.nop.0.jsonl"), (TRAIN, "--out")):
-        result, _ = command(*fill(line, folder, tiny, tmp_path / "out", 0))
+        result = command(*fill(line, folder, tiny, tmp_path / "out", 0))
         assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
     assert {p.read_text() for p in (tmp_path / "out").iterdir()} == {"precious"}
 
 
 def test_bad_flags_answer_at_once():
-    """Would catch an import of torch, transformers or vLLM on the way to a usage message of the light commands."""
-    code = "import sys; sys.argv[1:] = ['--bogus']\ntry: import rollout; rollout.parse()\nexcept SystemExit: pass\nprint('vllm' in sys.modules, 'transformers' in sys.modules)"
-    result, _ = command("-c", code)
-    assert result.stdout.split() == ["False", "False"]
+    """Would catch an import of transformers or vLLM, which takes many seconds, on the way to a usage message."""
+    code = """if 1:
+        import sys, proxy, rollout
+        try: rollout.parse(["--bogus"])
+        except SystemExit: print({"vllm", "transformers", "uvicorn"} & set(sys.modules))"""
+    assert command("-c", code).stdout == "set()\n"
