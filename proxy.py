@@ -3,27 +3,30 @@
     python proxy.py --model M --session NAME --port P --record DIR   # one session on loopback, for any harness by hand
 
 A harness talks chat completions, Anthropic messages or OpenAI responses, streamed or not, to a socket. The socket *is*
-the session. vLLM's server parses, renders and answers; we sit in three places around it and translate no protocol:
-1. `Front`, an ASGI layer: maps the socket to its session, lets only the model routes through, refuses finished sessions
-   with 403.
+the session; over TCP the session is a key in the path (/s/KEY/v1/...) or the API key. vLLM's server parses, renders and
+answers; we sit in four places around it and translate no protocol:
+1. `Front`, an ASGI layer: finds the session, lets only the model routes through, reads and mends the request, gives
+   signs of life while the policy is slow, answers each error in the protocol's own form.
 2. `graft`, where vLLM renders: the prompt continues from the token ids that were sampled, not from a re-tokenisation of
-   their text.
+   their text; here the call gets its kind and, where it continues nothing, the cause.
 3. `Recorder.generate`, where vLLM samples: the run's sampling parameters, and one record a call, on disk before its
-   last byte.
+   first byte. A generation belongs to the session, not to the connection: a client that went away finds it again.
+4. `Whole`, where vLLM parses: tool calls and reasoning come once from the whole reply, streamed in one piece.
 
-Covered: exact prompt and sampled ids with their log-probabilities for every call that reached the engine (an aborted
-one that was not streamed: its prompt only); sampling owned by the run; `max_tokens` clamped to what fits; forks typed
-with a cause; a scripted policy (`--engine scripted`) in place of the engine's forward pass only; weights handed over by
-handle; no admin route reachable from a session.
-Not covered: a client that leaves and comes back is a new call (its first is recorded as aborted); calls other than main
-are told apart by nothing yet; `--graft full`; Claude Code's nonces and moving `cache_control` are not stripped; tool
-calls are streamed by vLLM's own incremental parser."""
-import argparse, asyncio, contextvars, functools, hashlib, itertools, json, math, os, pickle, re, shlex, shutil, \
-    socket, tempfile, threading, time
+Covered: exact prompt and sampled ids with log-probabilities of every call, aborted ones included; sampling owned by the
+run; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); replayed
+tool calls that are no JSON; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
+one, streamed or not, while an equal request beside a live one is another sample; a session's budget of calls and
+tokens; bodies over 64 MB and finished sessions are refused; replay of a record; a scripted policy (`--engine scripted`)
+in place of the engine's forward pass only; weights handed over by handle; no admin route reachable from a session.
+Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
+to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
+import argparse, asyncio, contextvars, functools, hashlib, hmac, itertools, json, math, os, pickle, re, secrets, \
+    shlex, shutil, socket, tempfile, threading, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tree
+import graft, tree
 
 # the Pending call of the request that this asyncio task serves
 CALL = contextvars.ContextVar("call", default=None)
@@ -32,7 +35,14 @@ ROUTES = {("POST", "/v1/chat/completions"), ("POST", "/v1/messages"), ("POST", "
           ("GET", "/v1/models"), ("GET", "/v1/models/policy"), ("HEAD", "/"), ("HEAD", "/api/hello")}
 # every other sampling parameter changes probabilities: the run owns it
 HARNESS_CHOOSES = ("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
-                   "spaces_between_special_tokens", "logprobs", "output_kind")
+                   "spaces_between_special_tokens", "logprobs")
+# what no agent needs: prompts by token id, templates, salts, priorities, answers kept on the server
+NOT_FOR_HARNESSES = ("kv_transfer_params", "ec_transfer_params", "request_id", "priority", "cache_salt",
+                     "chat_template", "echo", "add_generation_prompt", "continue_final_message", "prompt_logprobs",
+                     "background", "previous_response_id")
+SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-session-id")
+MAX_BODY_BYTES = 64 * 2**20
+FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
 CACHE = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
 
 
@@ -42,12 +52,31 @@ class Pending:
     """What is known of a call before it is sampled."""
     session: "Session"
     received_s: float
+    is_counted: bool = False                                # count_tokens: nothing is sampled
+    is_labelled: bool = False                               # the harness's own headers call it a subagent's
+    id: int = None                                          # order in which sampling began
+    kind: str = "main"
     template_ids: list = None                               # the prompt as the chat template renders it
     prompt_ids: list = None                                 # the prompt as the policy sees it
+    continues: int = None                                   # id of the call whose reply this prompt goes on from
     cause: str = None                          # why this call continues no earlier one (None: it does, or is the first)
     tools: str = None                                       # hash of the tool list
-    system: str = None                                      # hash of the leading system messages
+    num_tools: int = 0
+    outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
+    generation: "Generation" = None
+
+    def opening(self, role):
+        """Hash of the first message of one of these roles."""
+        return next((h for r, h, _ in self.outline if r in role), None)
+
+
+@dataclass
+class Generation:
+    """Sampling for one call. It belongs to the session: a connection that breaks does not end it at once."""
+    task: asyncio.Task                                      # -> vLLM's RequestOutput, whole
+    key: bytes                                              # what an equal request is known by
+    expiry: asyncio.TimerHandle = None                      # set while nobody listens
 
 
 @dataclass
@@ -58,107 +87,100 @@ class Session:
     temperature: float = 1.0
     max_tokens: int = 0                                     # cap of a reply in tokens (0 = what fits)
     script: list = None                                     # texts that a scripted engine samples, one a call
+    max_calls: int = 0                                      # budget of calls (0 = none)
+    max_session_tokens: int = 0                             # budget of sampled tokens (0 = none)
+    keep_tail: bool = False                                 # --openclaw_stable
+    replay: list = None                                     # recorded calls that answer while prompts are equal
+    is_strict: bool = False                                 # replay: refuse the first call that differs
+    diverged: str = None                                    # replay: where the session went live
     calls: list = field(default_factory=list)               # recorded calls (tree.Call), in order of their end
-    heads: list = field(default_factory=list)               # (tools, system) of each recorded call
-    num_started: int = 0
+    seen: list = field(default_factory=list)                # Pending of each call, in order of arrival
+    num_started: int = 0                                    # calls whose sampling began
+    running: set = field(default_factory=set)               # tasks that sample
+    orphans: dict = field(default_factory=dict)             # key -> Generation that nobody listens to
+    tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     address: object = None                                  # socket path or port
     server: object = None                                   # asyncio server of its own
 
     def write(self, line: dict):
         with open(self.record, "a") as f: f.write(json.dumps(line) + "\n")
 
+    def put(self, call: Pending, ids, logp, finish, versions, p, first_s):
+        """A call that has ended, onto the record."""
+        done = tree.Call(
+            id=call.id, kind=call.kind, cause=call.cause, prompt_ids=call.prompt_ids, template_ids=call.template_ids,
+            sampled_ids=ids, logp_rollout=logp, finish=finish, versions=versions, tools=call.tools,
+            sampling={"temperature": p.temperature, "max_tokens": p.max_tokens},
+            received_s=call.received_s, first_token_s=first_s, finished_s=time.time())
+        self.write(tree.call_line(done, self.calls))
+        self.calls.append(done)
 
-# --- grafting ---------------------------------------------------------------------------------------------------------
-def meaning(text: str) -> str:
-    """A turn's text without what harnesses lose: outer white space, and the spacing, escapes and key order of JSON in
-    tool calls."""
-    def call(match):
-        try: return json.dumps(json.loads(match[1]), sort_keys=True)
-        except ValueError: return match[1]
-    return re.sub(r"(?s)\s*<tool_call>(.*?)</tool_call>\s*", lambda m: f"<tool_call>{call(m)}</tool_call>",
-                  text).strip()
+    def retype(self, call: Pending, kind: str):
+        """A later call showed what an earlier one was."""
+        call.kind = kind
+        for c in self.calls:
+            if c.id == call.id:
+                c.kind = kind
+                self.write({"type": "kind", "id": c.id, "kind": kind})
 
-
-def graft(template_ids: list, calls: list, eos_ids: set, decode, mode: str) -> tuple:
-    """-> (prompt ids, continued call or None, cause or None): generate from what was sampled, where the text came back
-    unchanged.
-
-    An earlier call is continued when this rendered prompt starts with its rendered prompt and the assistant turn that
-    follows says what it sampled: the same tokens, `exact` the same text, `canonical` the same meaning. The turn ends at
-    the first end-of-turn token. Then the prompt is that call's recorded prompt and sampled ids, and behind them the
-    rest of the rendering. Otherwise the rendering goes through as it is. The cause says what the nearest call's turn
-    had become; it is None where nothing else continues that call. A reply that begins with white space may have merged
-    with the last token of its prompt: the two are compared as one text then."""
-    cause = "unknown" if calls else None
-    for c in sorted(calls, key=lambda c: (len(c.template_ids), c.id), reverse=True):
-        n = tree.lcp(template_ids, c.template_ids)
-        if n == len(template_ids) == len(c.template_ids): return c.prompt_ids, None, "retry"
-        opening = c.template_ids[n:]                        # empty, but for a merged token
-        if eos_ids & set(opening): continue
-        end = next((i for i in range(n, len(template_ids)) if template_ids[i] in eos_ids), len(template_ids))
-        has_end = bool(c.sampled_ids) and c.sampled_ids[-1] in eos_ids
-        said = c.sampled_ids[:-1] if has_end else c.sampled_ids
-        turn, is_same = template_ids[n:end], template_ids[n:end] == said and not opening
-        prefix, got, meant = (decode(ids) for ids in (opening, turn, opening + said))
-        if not got.startswith(prefix): continue             # another role's turn
-        same_text = is_same or got == meant
-        same_meaning = same_text or meaning(got[len(prefix):]) == meaning(meant[len(prefix):])
-        if is_same or (same_text and mode != "off") or (same_meaning and mode == "canonical"):
-            if has_end and end < len(template_ids):
-                said, end = c.sampled_ids, end + 1          # the end of turn that was sampled
-            is_branch = any(d.prompt_ids[:len(c.ids)] == c.ids for d in calls)          # something continues it already
-            return (c.prompt_ids + said + template_ids[end:], c,
-                    cause.replace("unknown", "history_edited") if is_branch else None)
-        if cause == "unknown":
-            cause = ("retokenised" if same_text else
-                     "tool_call_rewritten" if "<tool_call>" in meant else "history_edited")
-    return template_ids, None, cause
+    def problem(self) -> str:
+        """Why it may not start another call, or None."""
+        sampled = sum(len(c.sampled_ids) for c in self.calls)
+        if 0 < self.max_calls <= self.num_started: return f"this session has used up its {self.max_calls} calls"
+        if self.script is not None and self.num_started >= len(self.script):
+            return (f"the script of session {self.id} has {len(self.script)} lines, "
+                    f"call {self.num_started + 1} wants more")
+        if 0 < self.max_session_tokens <= sampled: return f"this session has sampled {sampled} tokens, all that it may"
 
 
 # --- the recording engine ---------------------------------------------------------------------------------------------
 def make_recorder():
     """vLLM is imported late: `--help` and bad arguments answer at once."""
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm.outputs import CompletionOutput, RequestOutput
 
     class Recorder(AsyncLLM):
         version = 0                                # of the policy's weights; the trainer counts it up at each hand-over
 
-        async def generate(self, prompt, sampling_params, request_id, **kw):
+        async def generate(self, prompt, asked, request_id, **kw):
+            """One whole output, however the client wants it; from the generation of an equal request whose connection
+            has gone, or from a new one."""
             call = CALL.get()
             assert call is not None and call.prompt_ids is not None, (
                 f"request {request_id} did not come through a session")
-            session, number = call.session, call.session.num_started
-            if session.script is not None and number >= len(session.script):
-                raise ValueError(f"the script of session {session.id} has {len(session.script)} lines, "
-                                 f"call {number + 1} wants more")
-            p = SamplingParams(**{name: getattr(sampling_params, name) for name in HARNESS_CHOOSES})
-            p.temperature = session.temperature
-            p.max_tokens = min(n for n in (sampling_params.max_tokens, call.max_tokens, session.max_tokens) if n)
-            p.logprobs = p.logprobs or 0                    # 0: that of the sampled token alone
-            if session.script is not None: p.extra_args = {"scripted": session.script[number]}
-            ids, logp, versions, first_s, is_written = [], [], [], None, False
+            session = call.session
+            key = hashlib.sha256(pickle.dumps((call.template_ids, call.tools))).digest()
+            call.generation = session.orphans.pop(key, None)
+            if call.generation is not None: call.generation.expiry.cancel()
+            else:
+                if (problem := session.problem()): raise ValueError(problem)
+                p = SamplingParams(**{name: getattr(asked, name) for name in HARNESS_CHOOSES})
+                p.temperature, p.output_kind = session.temperature, RequestOutputKind.DELTA
+                p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
+                p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
+                outputs = self.replayed(call, request_id)
+                call.id = session.num_started
+                session.num_started += 1
+                session.running.add(task := asyncio.create_task(
+                    self.sample(call, prompt, p, request_id, kw, outputs)))
+                task.add_done_callback(session.running.discard)
+                call.generation = Generation(task, key)
+            yield await asyncio.shield(call.generation.task)
 
-            def write(finish):
-                done = tree.Call(
-                    id=number, kind="main", cause=call.cause, prompt_ids=call.prompt_ids,
-                    template_ids=call.template_ids,
-                    sampled_ids=ids, logp_rollout=logp, finish=finish, versions=versions, tools=call.tools,
-                    sampling={"temperature": p.temperature, "max_tokens": p.max_tokens},
-                    received_s=call.received_s, first_token_s=first_s, finished_s=time.time())
-                session.write(tree.call_line(done, session.calls))
-                session.calls.append(done)
-                session.heads.append((call.tools, call.system))
-
-            session.num_started += 1
+        async def sample(self, call, prompt, p, request_id, kw, outputs):
+            """-> RequestOutput, on record by then. Cancelled: recorded as aborted."""
+            session = call.session
+            ids, logp, versions, first_s, whole, finish = [], [], [], None, None, "abort"
+            if session.script is not None: p.extra_args = {"scripted": session.script[call.id]}
             try:
-                async for out in super().generate(prompt, p, request_id, **kw):
+                if outputs is None: outputs = super().generate(prompt, p, request_id, **kw)
+                async for out in outputs:
                     c = out.outputs[0]
-                    # cumulative outputs repeat what came before
-                    start = 0 if p.output_kind.name == "DELTA" else len(ids)
-                    new = list(c.token_ids)[start:]
-                    got = ([d[t].logprob for d, t in zip(c.logprobs[start:], new)] if c.logprobs else
-                           [float("nan")] * len(new))
+                    new = list(c.token_ids)
+                    got = [d[t].logprob for d, t in zip(c.logprobs, new)] if c.logprobs else [math.nan] * len(new)
                     assert len(got) == len(new), (
                         f"{len(new)} tokens of {request_id} came with {len(got)} log-probabilities")
                     ids += new
@@ -166,16 +188,62 @@ def make_recorder():
                     first_s = first_s or time.time()
                     if new and versions and versions[-1][0] == self.version: versions[-1][1] += len(new)
                     elif new: versions.append([self.version, len(new)])
-                    if out.finished and not is_written:
-                        is_written = True
-                        spans = c.weight_versions or ()     # exact also where all tokens come in one piece
-                        if spans: versions[:] = [[int(v.version), v.end - v.start] for v in spans]
-                        write(c.finish_reason)
-                    yield out
-            finally:
-                if not is_written: write("abort")
+                    if c.weight_versions:                   # exact also where many tokens come in one piece
+                        versions[:] = [[int(v.version), v.end - v.start] for v in c.weight_versions]
+                    if whole is None: whole = out
+                    else:
+                        whole.add(out, aggregate=True)
+                        whole.outputs[0].finish_reason, whole.outputs[0].stop_reason = c.finish_reason, c.stop_reason
+                    if out.finished: finish = c.finish_reason
+            finally: session.put(call, ids, logp, finish, versions, p, first_s)
+            return whole
+
+        def replayed(self, call, request_id):
+            """The recorded outputs of an equal prompt, or None: from then on the session is live."""
+            session = call.session
+            if session.replay is None: return None
+            old = next((c for c in session.replay if c.template_ids == call.template_ids), None)
+            if old is None:
+                nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, call.template_ids), default=None)
+                session.replay = None
+                if nearest is None: return None
+                n = tree.lcp(nearest.template_ids, call.template_ids)
+                text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
+                session.diverged = (f"call {session.num_started}: token {n} of the prompt begins {text(call.template_ids)}, "
+                                    f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
+                if session.is_strict: raise ValueError(f"replay: {session.diverged}")
+                return None
+            session.replay.remove(old)
+            text = self.get_tokenizer().decode(old.sampled_ids, skip_special_tokens=True)
+            logprobs = [{t: type("Logprob", (), {"logprob": x})} for t, x in zip(old.sampled_ids, old.logp_rollout)]
+            spans = [type("Span", (), {"version": v, "start": 0, "end": n}) for v, n in old.versions]
+            done = CompletionOutput(0, text, old.sampled_ids, None, logprobs, finish_reason=old.finish,
+                                    weight_versions=spans)
+
+            async def outputs():
+                yield RequestOutput(request_id, None, call.prompt_ids, None, [done], True)
+            return outputs()
 
     return Recorder
+
+
+def whole(parser_cls):
+    """The same parser, which waits for the whole reply and parses it once, streamed or not: incremental parsers lose
+    and damage calls."""
+    from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
+    from vllm.renderers.chat_utils import make_tool_call_id
+
+    class Whole(parser_cls):
+        def parse_delta(self, delta_text, delta_token_ids, request, prompt_token_ids=None, *, finished):
+            assert finished, "the recording engine yields a reply in one piece"
+            if prompt_token_ids is not None: self.set_prompt_token_ids(prompt_token_ids)
+            reasoning, content, calls = self.parse(delta_text, request, enable_auto_tools=True,
+                                                   model_output_token_ids=delta_token_ids)
+            tool_calls = [DeltaToolCall(index=i, id=c.id or make_tool_call_id(), type="function",
+                                        function=DeltaFunctionCall(name=c.name, arguments=c.arguments))
+                          for i, c in enumerate(calls or [])]
+            return DeltaMessage(reasoning=reasoning or None, content=content or None, tool_calls=tool_calls)
+    return Whole
 
 
 class ScriptedCore:
@@ -225,27 +293,151 @@ class WeightReceiver:
 
 # --- the server -------------------------------------------------------------------------------------------------------
 class Front:
-    """ASGI layer: socket -> session, allowed routes, the request's Pending call."""
+    """ASGI layer: connection -> session, allowed routes, the request mended, the answer kept alive."""
 
-    def __init__(self, app, sessions): self.app, self.sessions = app, sessions
+    def __init__(self, app, proxy): self.app, self.proxy = app, proxy
+
+    def find(self, scope) -> tuple:
+        """-> session or None, path without the session's prefix. Keys are compared in constant time."""
+        host, port = scope["server"]
+        path, sessions = scope["path"], self.proxy.sessions
+        if port is None: return sessions.get(host), path
+        headers = dict(scope["headers"])
+        key = (headers.get(b"authorization", b"").removeprefix(b"Bearer ") or headers.get(b"x-api-key", b"")).decode(
+            "latin1")
+        if path.startswith("/s/"):
+            key, _, rest = path[3:].partition("/")
+            path = "/" + rest
+        elif port in sessions: return sessions[port], path      # opened for this port, by hand
+        return next((s for s in list(sessions.values()) if hmac.compare_digest(s.key.encode(), key.encode())),
+                    None), path
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http": return await send({"type": "websocket.close"})
-        path, port = scope["server"]
-        session = self.sessions.get(path if port is None else port)
-        if session is None: return await refuse(send, 403, "this session is finished")
-        if (scope["method"], scope["path"]) not in ROUTES:
-            return await refuse(send, 404, f"no such route: {scope['path']}")
-        if scope["method"] == "HEAD": return await refuse(send, 200, "")
-        CALL.set(Pending(session, time.time()))
-        await self.app(scope, receive, send)
+        session, path = self.find(scope)
+        method, refuse = scope["method"], functools.partial(answer_error, send, path)
+        if session is None: return await refuse(403, "this session is finished or unknown")
+        if (method, path) not in ROUTES: return await refuse(404, f"no such route: {method} {path[:200]}")
+        if method == "HEAD": return await refuse(200, "")
+        scope = scope | {"path": path, "raw_path": path.encode()}
+        if method == "GET": return await self.app(scope, receive, send)
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect": return
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY_BYTES: return await refuse(413, f"the request has over {MAX_BODY_BYTES} bytes")
+            if not message.get("more_body"): break
+        try: request = json.loads(body)
+        except (ValueError, RecursionError) as e: return await refuse(400, f"the request is no JSON: {e}")
+        if not isinstance(request, dict): return await refuse(400, "the request is no JSON object")
+        for name in NOT_FOR_HARNESSES: request.pop(name, None)
+        for item in request["input"] if isinstance(request.get("input"), list) else ():      # vLLM refuses it
+            if isinstance(item, dict): item.pop("encrypted_content", None)
+        request["model"] = "policy"                         # whatever name the harness knows it by
+        call = Pending(session, time.time(), path.endswith("count_tokens"),
+                       any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
+        CALL.set(call)
+        body, gone, is_read = json.dumps(request).encode(), asyncio.Event(), False
+        headers = [h for h in scope["headers"] if h[0] not in (b"content-length", b"transfer-encoding")]
+
+        async def watch():
+            while (await receive())["type"] != "http.disconnect": pass
+            gone.set()
+
+        async def inner_receive():
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+        answer = Answer(send, path, request.get("stream") is True, gone)
+        tasks = [asyncio.create_task(t) for t in (watch(), answer.live())]
+        scope["headers"] = headers + [(b"content-length", str(len(body)).encode())]
+        try: await self.app(scope, inner_receive, answer.send)
+        finally:
+            for task in tasks: task.cancel()
+            if call.generation is not None and (gone.is_set() or not answer.is_done):
+                self.proxy.orphan(session, call.generation)
 
 
-async def refuse(send, status: int, message: str):
-    kind = "permission_error" if status == 403 else "not_found_error"
-    body = json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode() if message else b""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
-               (b"x-should-retry", b"false")]
+def event(data: dict) -> bytes:
+    """A server-sent event; protocols that name their events have the name as `type`, too."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n".encode()
+
+
+SIGNS = {                                                   # what each protocol's clients count as life
+    "/v1/chat/completions": event({
+        "id": "wait", "object": "chat.completion.chunk", "created": 0, "model": "policy",
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}),
+    "/v1/messages": event({"type": "ping"}),
+    "/v1/responses": event({"type": "response.in_progress", "sequence_number": 0, "response": {
+        "id": "wait", "object": "response", "created_at": 0, "status": "in_progress", "model": "policy", "output": [],
+        "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}})}
+
+
+class Answer:
+    """The way back. While the policy is slow, the status 200 and signs of life are sent (a stream: an event without
+    content; else white space before the JSON). An error after that is an event, or a connection that breaks."""
+
+    def __init__(self, send, path: str, is_stream: bool, gone):
+        self.to_client, self.path, self.gone = send, path, gone
+        self.sign = SIGNS.get(path, b" ") if is_stream else b" "
+        self.type = b"text/event-stream" if is_stream else b"application/json"
+        self.is_early = self.is_started = self.is_done = False
+        self.error, self.lock = None, asyncio.Lock()        # error: status and body so far
+
+    async def live(self):
+        await asyncio.sleep(FIRST_SIGN_S)
+        while not self.is_done and self.error is None:
+            async with self.lock:
+                if not self.is_started:
+                    self.is_started = self.is_early = True
+                    await self.to_client({"type": "http.response.start", "status": 200,
+                                          "headers": [(b"content-type", self.type)]})
+                elif self.sign == b" " and not self.is_early: return
+                await self.to_client({"type": "http.response.body", "body": self.sign, "more_body": True})
+            await asyncio.sleep(NEXT_SIGN_S)
+
+    async def send(self, message):
+        async with self.lock:
+            if message["type"] == "http.response.start":
+                if message["status"] >= 400: self.error = message["status"], b""
+                elif not self.is_started:
+                    self.is_started = True
+                    await self.to_client(message)
+                return
+            if self.error is None:
+                self.is_done = not message.get("more_body") and not self.gone.is_set()
+                return await self.to_client(message)
+            status, body = self.error[0], self.error[1] + message.get("body", b"")
+            self.error = status, body
+            if message.get("more_body"): return
+            try: message_ = json.loads(body)["error"]["message"]
+            except (ValueError, KeyError, TypeError): message_ = body.decode(errors="replace")[:1000]
+            self.is_done = not self.gone.is_set()
+            if not self.is_early: return await answer_error(self.to_client, self.path, status, message_)
+            assert self.sign != b" ", f"after signs of life were sent: {message_}"      # uvicorn breaks the connection
+            data = error_body(self.path, status, message_)
+            if self.path == "/v1/responses": data = {"type": "error"} | data["error"]
+            await self.to_client({"type": "http.response.body", "body": event(data)})
+
+
+def error_body(path: str, status: int, message: str) -> dict:
+    kind = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}.get(
+        status, "invalid_request_error" if status < 500 else "api_error")
+    if path.startswith("/v1/messages"): return {"type": "error", "error": {"type": kind, "message": message}}
+    code = "context_length_exceeded" if "maximum context length" in message else None
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+async def answer_error(send, path: str, status: int, message: str):
+    """An error in the protocol's own form, which no SDK repeats unless the fault is ours (status >= 500)."""
+    body = json.dumps(error_body(path, status, message)).encode() if message else b""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status < 500: headers.append((b"x-should-retry", b"false"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -253,11 +445,13 @@ async def refuse(send, status: int, message: str):
 class Proxy:
     """The server in a thread of its own, so that a training step does not stop it answering. Use as a context manager.
 
-    `engine`: vllm | scripted. `engine_args`: further arguments of `vllm serve`, as on its command line."""
+    `engine`: vllm | scripted. `grace_s`: how long a call goes on for a client that has gone. `engine_args`: further
+    arguments of `vllm serve`, as on its command line."""
 
     def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", tool_parser="hermes",
-                 engine_args=()):
+                 grace_s=30., engine_args=()):
         self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
+        self.grace_s, self.listeners = grace_s, []
         self.folder = tempfile.mkdtemp(prefix="hrl-")       # short: a unix socket's path has at most 107 bytes
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
@@ -311,7 +505,11 @@ class Proxy:
         await init_app_state(self.engine, app.state, args, tasks)
         self.tokenizer, renderer = self.engine.get_tokenizer(), app.state.online_renderer
         renderer.preprocess_chat = self.grafting(renderer.preprocess_chat)
-        self.uvicorn = uvicorn.Config(Front(app, self.sessions), lifespan="off", log_config=None, access_log=False)
+        for name, attribute in (("openai_serving_chat", "parser_cls"), ("anthropic_serving_messages", "parser_cls"),
+                                ("openai_serving_responses", "parser")):
+            serving = getattr(app.state, name)
+            setattr(serving, attribute, whole(getattr(serving, attribute)))
+        self.uvicorn = uvicorn.Config(Front(app, self), lifespan="off", log_config=None, access_log=False)
         self.uvicorn.load()
         self.state = uvicorn.server.ServerState()
 
@@ -319,8 +517,6 @@ class Proxy:
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
         eos_ids = {self.tokenizer.eos_token_id}
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)   # the text that a harness was told
-        digest = lambda x: hashlib.sha256(json.dumps(x, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
             call = CALL.get()
             # clamped in `generate`, not refused
@@ -332,53 +528,78 @@ class Proxy:
                 if getattr(request, name, None): setattr(request, name, value)
             if getattr(request, "tool_choice", None) not in (None, "none", "auto"):
                 request.tool_choice = "auto"                # no grammar
+            session = call.session
+            if session.keep_tail: messages = graft.with_tails(messages, session.tails)
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
-            role = lambda m: m.get("role") if isinstance(m, dict) else getattr(m, "role", None)
-            session, call.template_ids = call.session, list(prompt["prompt_token_ids"])
-            call.tools, call.system = digest(tool_dicts), digest(
-                [m for m in messages if role(m) in ("system", "developer")][:1])
-            usable = [c for c in session.calls if c.finish not in ("abort", "error")]
-            call.prompt_ids, _, call.cause = graft(call.template_ids, usable, eos_ids, decode, self.mode)
-            if call.cause == "unknown":
-                call.cause = ("tools_changed" if all(t != call.tools for t, _ in session.heads) else
-                              "system_changed" if all(s != call.system for _, s in session.heads) else "history_edited")
+            call.template_ids = list(prompt["prompt_token_ids"])
+            call.tools, call.num_tools = graft.digest(tool_dicts), len(tool_dicts or ())
+            call.outline = graft.outline(messages)
+            usable = {c.id: c for c in session.calls if c.finish not in ("abort", "error")}
+            continues = {s.id: s.continues for s in session.seen}
+            call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues, eos_ids,
+                                                         decode, self.mode)
             limit = self.engine.model_config.max_model_len
             if len(call.prompt_ids) >= limit:              # in the words by which harnesses know that they must compact
                 raise ValueError(f"This model's maximum context length is {limit} tokens. "
                                  f"However, your prompt has {len(call.prompt_ids)} tokens")
+            call.continues = parent and parent.id
+            if cause == "retry":
+                call.continues = next(continues[i] for i, c in usable.items() if c.prompt_ids == call.prompt_ids)
             prompt["prompt_token_ids"] = call.prompt_ids
+            if call.is_counted: return conversation, [prompt]
+            call.kind = graft.kind_of(call, session, messages)
+            if call.continues is None and call.kind == "main":
+                for s in session.seen:
+                    if s.id in usable and graft.quotes(messages, s, decode(usable[s.id].sampled_ids)):
+                        session.retype(s, "compaction")
+            call.cause = graft.cause_of(call, session.seen, cause)
+            session.seen.append(call)
             return conversation, [prompt]
         return wrapped
 
-    def open_session(self, id: str, record: Path, header: dict, *, temperature=1.0, max_tokens=0, script=None,
-                     port=0) -> Session:
-        """Starts a session's record and listens: on a unix socket of its own, or on a loopback port."""
-        session = Session(id, Path(record), temperature, max_tokens, script)
-        protocol = lambda: self.uvicorn.http_protocol_class(config=self.uvicorn, server_state=self.state, app_state={})
-        if port:
-            try: session.server = self.call(self.loop.create_server(protocol, "127.0.0.1", port))
-            except OSError as e:
-                raise OSError(f"--port {port}: {e.strerror or e}; "
-                              "take another port or end what listens there") from None
-            session.address = port
+    def open_session(self, id: str, record: Path, header: dict, *, port=0, **options) -> Session:
+        """Starts a session's record and listens on a unix socket of its own, or on a loopback port. `options`: fields
+        of Session (temperature, max_tokens, script, budgets, replay, ...)."""
+        session = Session(id, Path(record), **options)
+        if port: session.server, session.address = self.listen("127.0.0.1", port), port
         else:
             session.address = f"{self.folder}/{next(self.numbers)}.sock"
-            session.server = self.call(self.loop.create_unix_server(protocol, session.address))
+            session.server = self.call(self.loop.create_unix_server(self.protocol, session.address))
         self.sessions[session.address] = session
         session.record.parent.mkdir(parents=True, exist_ok=True)
         session.record.write_text("")
-        session.write({"type": "rollout", "format": 1, "id": id, **header, "temperature": temperature,
+        session.write({"type": "rollout", "format": 1, "id": id, **header, "temperature": session.temperature,
                        "started_s": time.time()})
         return session
+
+    def protocol(self):
+        return self.uvicorn.http_protocol_class(config=self.uvicorn, server_state=self.state, app_state={})
+
+    def listen(self, host: str, port: int):
+        """A TCP port where every session is reached by its key: http://HOST:PORT/s/KEY/v1, or as the API key."""
+        try: return self.call(self.loop.create_server(self.protocol, host, port))
+        except OSError as e:
+            raise OSError(f"--port {port}: {e.strerror or e}; take another port or end what listens there") from None
+
+    def orphan(self, session: Session, generation: Generation):
+        """Nobody listens to it any more: for `grace_s` an equal request may take it over, then it is aborted."""
+        if session.orphans.get(generation.key) is generation: return
+
+        def expire():
+            if session.orphans.get(generation.key) is generation: del session.orphans[generation.key]
+            generation.task.cancel()                        # does nothing where it is done
+        generation.expiry = self.loop.call_later(0 if self.sessions.get(session.address) is None else self.grace_s,
+                                                 expire)
+        session.orphans[generation.key] = generation
 
     def end_session(self, session: Session):
         """From here on the session's requests get 403. Its socket stays: a sandbox may still mount it."""
         self.sessions.pop(session.address, None)
 
     def close_session(self, session: Session):
-        """Ends it, and waits until the calls that were running are in the record: their clients are gone, so they
-        abort."""
+        """Ends it, aborts what runs, and waits until that is on record."""
         self.end_session(session)
+        self.loop.call_soon_threadsafe(lambda: [task.cancel() for task in session.running])
         deadline = time.monotonic() + 5
         while len(session.calls) < session.num_started and time.monotonic() < deadline: time.sleep(0.002)
         self.loop.call_soon_threadsafe(session.server.close)
@@ -456,7 +677,10 @@ def parse(argv=None):
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--max_model_len", type=int, default=8192, help="context, tokens")
     p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
-    p.add_argument("--graft", choices=("off", "exact", "canonical"), default="canonical")
+    p.add_argument("--graft", choices=graft.GRAFTS, default="canonical")
+    p.add_argument("--replay", help="a record whose replies answer while prompts are equal; then live")
+    p.add_argument("--replay_strict", action="store_true", help="stop at the first prompt that differs")
+    p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
     args = p.parse_args(argv)
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
     if not re.fullmatch(r"[\w.-]+", args.session):
@@ -468,6 +692,7 @@ def main(args):
     if args.script and not Path(args.script).is_file():
         raise FileNotFoundError(f"--script {args.script}: no such file; give one with a reply a line")
     script = Path(args.script).read_text().splitlines() if args.script else None
+    replay = [c for c in tree.read(args.replay).calls if c.finish not in tree.UNTRAINED_FINISH] if args.replay else None
     with socket.socket() as probe:                          # before the model is loaded
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try: probe.bind(("127.0.0.1", args.port))
@@ -481,14 +706,15 @@ def main(args):
                graft=args.graft) as proxy:
         header = {"task": "by-hand", "harness": "by-hand", "model": args.model}
         session = proxy.open_session(args.session, record, header, temperature=args.temperature,
-                                     max_tokens=args.max_tokens,
-                                     script=script, port=args.port)
+                                     max_tokens=args.max_tokens, script=script, port=args.port, replay=replay,
+                                     is_strict=args.replay_strict, keep_tail=args.openclaw_stable)
         print(f"http://127.0.0.1:{args.port}/v1 (OpenAI), http://127.0.0.1:{args.port} (Anthropic), model 'policy'; "
               "Ctrl-C ends it", flush=True)
         try: threading.Event().wait()
         except KeyboardInterrupt: pass
         session.write({"type": "end", "outcome": "ok" if session.calls else "no_calls", "reward": None,
                        "detail": "ended by hand"})
+        if session.diverged: print(f"replay went live at {session.diverged}")
         print(f"{len(session.calls)} calls in {record}; python tree.py {record}")
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import harnesses, sandbox, tree
+import graft, harnesses, sandbox, tree
 
 WITHOUT_MODEL = ("oracle", "nop")
 
@@ -42,6 +42,7 @@ class Task:
     agent_timeout_s: float
     verifier_timeout_s: float
     limits: dict                        # memory_mb, cpus of the sandbox
+    category: str                       # of [metadata], else the id
 
     def solution(self) -> list:
         """The commands of solution/solve.sh, a line each."""
@@ -63,7 +64,7 @@ def load_task(path: Path, id: str, base_images: dict) -> Task:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"task {path}: task.toml: [{section}] {key} = {value!r}; a number above 0 is needed")
         return value
-    for section in ("agent", "verifier", "environment"):
+    for section in ("agent", "verifier", "environment", "metadata"):
         if not isinstance(toml.get(section, {}), dict):
             raise ValueError(f"task {path}: task.toml: {section} is no table")
     box = toml.get("environment", {})
@@ -76,7 +77,8 @@ def load_task(path: Path, id: str, base_images: dict) -> Task:
         raise FileNotFoundError(f"task {path}: environment/Dockerfile is missing, and task.toml names no docker_image")
     return Task(id, path, instruction, sandbox.environment(path, base_images, image),
                 number("agent", "timeout_sec", 600), number("verifier", "timeout_sec", 600),
-                {"memory_mb": int(number("environment", "memory_mb", 2048)), "cpus": number("environment", "cpus", 1)})
+                {"memory_mb": int(number("environment", "memory_mb", 2048)), "cpus": number("environment", "cpus", 1)},
+                str(toml.get("metadata", {}).get("category") or id))
 
 
 def load_tasks(root: str, base_images: dict = {}) -> list:
@@ -304,7 +306,7 @@ def parse(argv=None):
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens")
     p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
-    p.add_argument("--graft", choices=("off", "exact", "canonical"), default="canonical")
+    p.add_argument("--graft", choices=graft.GRAFTS, default="canonical")
     args = p.parse_args(argv)
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
     if args.n < 1 or args.num_parallel < 1: p.error(f"--n {args.n} and --num_parallel {args.num_parallel}: at least 1")

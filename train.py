@@ -16,6 +16,7 @@
 Letters: R rollouts of a batch, N its trained tokens."""
 import argparse, dataclasses, datetime, importlib.metadata, importlib.util, inspect, json, math, os, pickle, random, \
     re, resource, shlex, shutil, subprocess, sys, time, uuid
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import reduce_tensor
 
-import algos, rollout, sandbox, tree
+import algos, graft, rollout, sandbox, tree
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Config:
     max_model_len: int = 1024            # context, tokens
     max_tokens: int = 48                 # cap of one reply, tokens (0 = what fits)
     temperature: float = 1.0             # of sampling; the trainer divides its logits by the same
-    graft: str = "canonical"         # off, exact, canonical: when a reply that came back is replaced by its sampled ids
+    graft: str = "canonical"         # off, exact, canonical, full: when a reply that came back becomes its sampled ids
     engine_args: str = ""                # further arguments of `vllm serve`, separated by spaces
     # tasks
     tasks: str = "data/shell/train"      # folder of tasks to train on
@@ -52,12 +53,13 @@ class Config:
     base_image: str = ""                 # NAME=LOCAL,...: local images in the place of others
     num_parallel: int = 32               # rollouts at once, a rank
     # cold start
-    warmup_steps: int = 16               # supervised steps on demonstrations (0 = none)
+    warmup_steps: int = 20               # supervised steps on demonstrations (0 = none)
     warmup_rollouts: int = 8             # demonstrations a warm-up step
     warmup_lr: float = 3e-5              # learning rate of the warm-up
     # algorithm
     algo: str = "grpo"                   # grpo, gspo
     tasks_per_step: int = 8              # groups a step are these times the number of harnesses
+    priority_floor: float = 0.25         # of a task: 1 - success rate of its category, at least this (1 = uniform)
     group_size: int = 8                  # rollouts a group
     lr: float = 2e-5                     # learning rate of RL (0 = canary: nothing may drift)
     lr_warmup_steps: int = 2             # linear rise of the learning rate, RL steps
@@ -100,7 +102,7 @@ def parse(argv=None) -> Config:
 
 def check(cfg: Config):
     choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"),
-               "graft": ("off", "exact", "canonical"), "loss_mean": ("rollout", "token"),
+               "graft": graft.GRAFTS, "loss_mean": ("rollout", "token"),
                "correction": ("tis", "icepop", "off"), "keep": ("all", "longest_leaf")}
     for name, allowed in choices.items():
         assert getattr(cfg, name) in allowed, f"--{name} {getattr(cfg, name)}: one of {', '.join(allowed)}"
@@ -108,6 +110,7 @@ def check(cfg: Config):
                  "eval_n", "max_model_len"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
+    assert 0 < cfg.priority_floor <= 1, f"--priority_floor {cfg.priority_floor}: above 0, at most 1"
     assert not 0 < cfg.dual_clip <= 1, f"--dual_clip {cfg.dual_clip}: above 1, or 0 = off"
     assert cfg.group_size > 1 or not cfg.steps, "--group_size 1: every advantage would be 0"
     assert cfg.max_tokens >= 0, f"--max_tokens {cfg.max_tokens}: at least 0"
@@ -190,6 +193,24 @@ def run_micro(policy, batch: Batch, group, cfg: Config, device) -> tuple:
     index = torch.cat([torch.arange(batch.tokens[i].start, batch.tokens[i].stop) for i in chosen])
     if group is None: return logp[where] * 0, entropy[where] * 0, index[:0], 0
     return logp[where], entropy[where], index, len(forest.ids)
+
+
+def choose(tasks: list, num: int, solved: dict, times_seen: Counter, floor: float, order: random.Random) -> list:
+    """num tasks without repetition, each drawn with weight 1 - s of its category ("prioritized sampling", Kimi k1.5,
+    2501.12599), but at least `floor`; in a category the task drawn least often. solved: category -> s, 0 where unknown.
+    Differs from the paper: s is a category's (a task without one is its own), since a short run meets few tasks twice.
+    floor = 1: uniform over the tasks, every one once before any twice."""
+    pool, chosen = {}, []
+    for t in sorted(tasks, key=lambda t: t.id): pool.setdefault(t.category if floor < 1 else "", []).append(t)
+    for category in pool.values():
+        order.shuffle(category)
+        category.sort(key=lambda t: times_seen[t.id])       # stable: shuffled among equals
+    while len(chosen) < num:
+        names = sorted(c for c in pool if pool[c])
+        weights = [max(floor, 1 - solved.get(c, 0.)) for c in names]
+        chosen.append(pool[order.choices(names, weights)[0]].pop(0))
+    times_seen.update(t.id for t in chosen)
+    return chosen
 
 
 def gather(x, world: int) -> list:
@@ -421,6 +442,12 @@ def main(cfg: Config):
             with make_engine("scripted") as scripted:
                 count, pool = cfg.warmup_steps * cfg.warmup_rollouts, sorted(train_tasks, key=lambda t: t.id)
                 order.shuffle(pool)
+                turn = Counter()                            # one of each category in turn: none is left out
+
+                def number(task):
+                    turn[task.category] += 1
+                    return turn[task.category]
+                pool.sort(key=number)
                 jobs = rollout.make_jobs(pool, names, -(-count // (len(pool) * len(names))), "solution")
                 done = roll(scripted, sorted(jobs, key=lambda j: j.sample)[:count], "demonstrations", "demonstrate")
             demos = [r for r in done if r.reward == 1 and r.outcome == "ok"]
@@ -446,18 +473,14 @@ def main(cfg: Config):
             evaluate(engine, "cold", cfg.eval_n)
 
         # 6. RL --------------------------------------------------------------------------------------------------------
-        queue, me = [], psutil.Process()
+        me, times_seen, solved = psutil.Process(), Counter(), {}           # solved: category -> running success rate
         for step in range(cfg.steps):
             lap, times = time.time(), {}
 
             def took(what):
                 nonlocal lap
                 times[f"time/{what}_s"], lap = time.time() - lap, time.time()
-            if len(queue) < cfg.tasks_per_step:             # every task once before any twice, none twice in a step
-                fresh = sorted(train_tasks, key=lambda t: t.id)
-                order.shuffle(fresh)
-                queue += [t for t in fresh if t not in queue]
-            tasks, queue = queue[:cfg.tasks_per_step], queue[cfg.tasks_per_step:]
+            tasks = choose(train_tasks, cfg.tasks_per_step, solved, times_seen, cfg.priority_floor, order)
             jobs = rollout.make_jobs(tasks, names, cfg.group_size)
             rollouts = roll(engine, jobs, f"step-{step:04}", f"step {step + 1}")
             took("rollout")
@@ -466,6 +489,9 @@ def main(cfg: Config):
             group_of = torch.tensor([group[j.task.id, j.harness] for j in jobs])
             adv = algos.group_advantages(rewards, group_of, cfg.std_norm, cfg.leave_one_out)
             judged = [i for i in range(len(jobs)) if not rewards[i].isnan()]
+            for i in judged:                                # over the last 16 rollouts of a category, about
+                rate = solved.get(jobs[i].task.category, 0.)
+                solved[jobs[i].task.category] = rate + (float(rewards[i] >= 1) - rate) / 16
             lr = cfg.lr * min(1., (step + 1) / max(1, cfg.lr_warmup_steps))
             m = update([rollouts[i] for i in judged], adv[judged], version, lr) if judged else {}
             took("train")

@@ -12,6 +12,7 @@ Record format 1, one JSONL file a rollout; keys of the header and the end that a
      "sampled": [ids], "logp": [float | null], "finish": "stop" | "length" | "abort" | "error" | ...
      "versions": [[policy version, num_tokens], ...], in order of the sampled tokens; [] = unknown
      "sampling": {...}, "tools": hash | null, "received_s", "first_token_s", "finished_s": time | null}    (unix)
+    {"type": "kind", "id", "kind"}         a later call showed that this one was of another kind
     {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...}}
 No end line = an unfinished rollout (`outcome` is None).  A torn last line is ignored; any other bad line is an error.
 
@@ -150,11 +151,12 @@ def read(path):
                 keys = "id", "task", "harness", "model", "temperature", "started_s"
                 rollout = Rollout(**{k: line[k] for k in keys})
             elif line["type"] == "call": calls[line["id"]] = read_call(line, calls)
+            elif line["type"] == "kind": calls[line["id"]].kind = line["kind"]
             elif line["type"] == "end":
                 for k in ("outcome", "reward", "detail", "seconds", "sandbox", "verify"):
                     if k in line: setattr(rollout, k, line[k])
             else: raise ValueError(f"unknown type of line {line['type']!r}")
-            if line["type"] != "call":
+            if line["type"] not in ("call", "kind"):
                 known = {f.name for f in fields(Rollout)} | {"type", "format"}
                 rollout.more.update({k: v for k, v in line.items() if k not in known})
         except (ValueError, KeyError, TypeError) as e:

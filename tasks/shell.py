@@ -27,9 +27,9 @@ TOML = """version = "1.0"
 
 [metadata]
 author_name = "harness-rl"
-category = "shell"
+category = "{kind}"
 difficulty = "easy"
-tags = ["{kind}"]
+tags = ["shell"]
 
 [verifier]
 timeout_sec = 30.0

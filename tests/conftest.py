@@ -27,25 +27,34 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 {% endif %}"""
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
+def make_model(folder, positions, template=TEMPLATE):
     """A Llama of 2 layers with random weights, large enough that each weight and each earlier token matters; tied,
     as SmolLM2 is."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     import proxy
-    folder = tmp_path_factory.mktemp("model") / "tiny"
     tokenizer = AutoTokenizer.from_pretrained(proxy.resolve_model("smollm2"))
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.1,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=positions, initializer_range=0.1,
         tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny", 4096)
+
+
+@pytest.fixture(scope="session")
+def roomy(tmp_path_factory):
+    """The same with a context that real harnesses fit into."""
+    return make_model(tmp_path_factory.mktemp("model") / "roomy", 131072)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """proxy.py: vLLM's own server over a scripted engine and over vLLM itself, official clients, the record, grafting,
 new weights. The scripted engine stands in for what the model says and nothing else. The real one runs a tiny random
 model in float32."""
+import contextlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ try: import httpx2                          # anthropic's since 2.0
 except ImportError: httpx2 = httpx
 
 from conftest import ROOT, make_task
+import graft as grafting
 import proxy
 import rollout
 import tree
@@ -303,14 +305,119 @@ def test_proxy_command_by_hand(tiny, tmp_path):
     assert not list(tmp_path.glob("hrl-*"))
 
 
+def test_tool_calls_are_parsed_from_the_whole_reply(scripted, connect):
+    """Would catch vLLM's incremental parser at work: it garbles a call whose arguments stand before its name."""
+    text = 'Well.<tool_call>\n{"arguments": {"path": "/x"}, "name": "list"}\n</tool_call>'
+    session = connect(scripted, [text])
+    chunks = gpt(connect, session).chat.completions.create(model="x", messages=USER, tools=TOOLS, stream=True)
+    deltas = [c.choices[0] for c in chunks if c.choices]
+    calls = [t for d in deltas for t in d.delta.tool_calls or []]
+    assert [t.function.name for t in calls if t.function.name] == ["list"]
+    assert json.loads("".join(t.function.arguments or "" for t in calls)) == {"path": "/x"}
+    assert "".join(d.delta.content or "" for d in deltas) == "Well." and deltas[-1].finish_reason == "tool_calls"
+
+
+def test_budgets(scripted, connect):
+    """Would catch a session that samples on past what the run allows it, or an answer that SDKs repeat."""
+    by_calls, by_tokens = connect(scripted, ["a"] * 9, max_calls=2), connect(scripted, ["a b"] * 9, max_session_tokens=3)
+    for session, allowed in (by_calls, 2), (by_tokens, 1):
+        client = connect.client(session)
+        answers = [ask(client) for _ in range(4)]
+        assert [a.status_code for a in answers] == [200] * allowed + [400] * (4 - allowed)
+        assert answers[-1].headers["x-should-retry"] == "false" and "this session has" in answers[-1].text
+        assert len(tree.read(session.record).calls) == allowed
+
+
+def test_sessions_over_tcp_are_known_by_their_key(scripted, connect):
+    """Would catch a neighbour's session that answers to a wrong, empty or cut key, and a key that works nowhere."""
+    one, two = connect(scripted, ["one"] * 4), connect(scripted, ["two"] * 4)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = scripted.listen("127.0.0.1", port)
+    url = f"http://127.0.0.1:{port}"
+    body = {"model": "any-name", "messages": USER}
+    text = lambda answer: answer.json()["choices"][0]["message"]["content"]
+    try:
+        assert text(httpx.post(f"{url}/s/{one.key}{CHAT}", json=body)) == "one"
+        assert text(httpx.post(url + CHAT, json=body, headers={"Authorization": f"Bearer {two.key}"})) == "two"
+        assert httpx.post(url + MESSAGES, json=body | {"max_tokens": 5}, headers={"x-api-key": one.key}).is_success
+        assert httpx.get(f"{url}/s/{one.key}/v1/models").is_success and httpx.head(f"{url}/s/{one.key}/").is_success
+        for key in ("", "x", one.key[:-1], one.key + "x", "s0", "é"):
+            for answer in (httpx.post(f"{url}/s/{key}{CHAT}", json=body),
+                           httpx.post(url + CHAT, json=body, headers={"x-api-key": key.encode()})):
+                assert answer.status_code == 403 and answer.headers["x-should-retry"] == "false"
+        assert [len(s.calls) for s in (one, two)] == [2, 1]
+    finally: scripted.loop.call_soon_threadsafe(server.close)
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, MESSAGES + "/count_tokens", RESPONSES])
+def test_hostile_bodies(scripted, connect, path):
+    """Would catch a body that ends the server, leaks a trace, or is answered in another protocol's form."""
+    session = connect(scripted, ["fine"] * 500)
+    client = connect.client(session)
+    deep = {"a": None}
+    for _ in range(400): deep = {"a": deep}
+    values = [None, [], {}, "", "x" * 100_000, 10 ** 400, -1, 1e308, True, [[[]]], deep, [None], [{"role": 5}],
+              [{"role": "user"}], [{"role": "user", "content": {"a": 1}}], [{"role": "x", "content": "y"}],
+              [{"role": "assistant", "tool_calls": [{"function": {"name": 1, "arguments": []}}]}],
+              [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]]
+    bodies = [b"", b"null", b"[]", b"{", b"\xff\xfe", DEEP.encode(), b'{"a": NaN}', b'{"messages": ' + b"9" * 9999 + b"}"]
+    good = {"model": "m", "messages": USER, "input": USER, "max_tokens": 5}
+    for field in ("messages", "input", "tools", "max_tokens", "stream", "system", "stop", "tool_choice", "thinking",
+                  "chat_template_kwargs", "response_format", "kv_transfer_params", "prompt_logprobs", "n", "metadata"):
+        bodies += [json.dumps(good | {field: value}).encode() for value in values]
+    for body in bodies:
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        if answer.status_code == 200: continue
+        error = answer.json()["error"]
+        assert answer.status_code >= 400 and isinstance(error["message"], str), body[:200]
+        assert (answer.json().get("type") == "error") == path.startswith(MESSAGES), body[:200]
+        assert "Traceback" not in answer.text
+    with pytest.raises(httpx.HTTPError) if path == "never" else contextlib.nullcontext():
+        assert client.post(path, content=b" " * (proxy.MAX_BODY_BYTES + 1)).status_code == 413
+    assert ask(client).status_code == 200
+
+
+def test_replay_goes_live_where_the_prompt_differs(scripted, connect, tmp_path):
+    """Would catch a replay that samples anew what is on record, loses recorded log-probabilities, repeats a reply, or
+    goes on answering from the record after the history has changed."""
+    old = connect(scripted, ["ls", "cat x", "DONE"])
+    client, messages = connect.client(old), USER
+    for answer in ("x y", "hello"):
+        _, messages = say(client, messages)
+        messages = [*messages, {"role": "user", "content": answer}]
+    say(client, messages)
+    recorded = tree.read(old.record)
+    recorded.calls[0].logp_rollout[:] = [-0.25] * len(recorded.calls[0].sampled_ids)
+    new = connect(scripted, ["never", "live", "on"], replay=list(recorded.calls))
+    client = connect.client(new)
+    text, messages = say(client, USER)
+    assert text == "ls"
+    text, messages = say(client, [*messages, {"role": "user", "content": "other output"}])
+    assert text == "live" and "call 1" in new.diverged and "other" in new.diverged
+    calls = tree.read(new.record).calls
+    assert calls[0].sampled_ids == recorded.calls[0].sampled_ids and set(calls[0].logp_rollout) == {-0.25}
+    assert [c.cause for c in calls] == [None, None] and len(tree.build(tree.read(new.record)).paths) == 1
+    strict = connect(scripted, ["never"], replay=list(recorded.calls), is_strict=True)
+    refused = ask(connect.client(strict), [{"role": "user", "content": "else"}])
+    assert refused.status_code == 400 and "replay: call 0: token" in refused.text and not strict.calls
+
+
 # ---- grafting as a pure function ----
 
 WORDS = st.text(st.sampled_from("ab  \n\t.{}\"'/-é≥✓0<"), max_size=14)
 
 
 def graft(tokenizer, template_ids, calls, mode="canonical"):
+    """With what each call continues read off its prompt: the longest earlier call that it starts with."""
     decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-    return proxy.graft(template_ids, calls, {tokenizer.eos_token_id}, decode, mode)
+    starts = lambda c: [b for b in calls if b is not c and c.prompt_ids[:len(b.ids)] == b.ids]
+    continues = {c.id: max((len(b.ids), b.id) for b in starts(c))[1] if starts(c) else None for c in calls}
+    return grafting.graft(template_ids, calls, continues, {tokenizer.eos_token_id}, decode, mode)
 
 
 def tokenise(tokenizer, text, cuts):
@@ -423,8 +530,8 @@ def test_meaning():
     same = [wrap('{"a": 1, "b": "\\u2265"}'), wrap('\n{"b":"≥","a":1}\n') + "\n", " " + wrap('{"b": "≥", "a": 1}')]
     other = [wrap('{"a": 2, "b": "≥"}'), wrap('{"a": "1", "b": "≥"}'), wrap('{"a": 1}'), "x " + same[0],
              '<tool_call>{"a": 1, "b": "≥"', '{"a": 1, "b": "≥"}']
-    assert len({proxy.meaning(x) for x in same}) == 1
-    assert len({proxy.meaning(x) for x in [same[0], *other]}) == len(other) + 1
+    assert len({grafting.meaning(x) for x in same}) == 1
+    assert len({grafting.meaning(x) for x in [same[0], *other]}) == len(other) + 1
 
 
 # ---- over vLLM itself ----
@@ -570,10 +677,12 @@ def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, 
     session, version = connect(real), real.engine.version
     weights = {n: p.detach() for n, p in trainer(tiny).named_parameters()}
     thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=900, stream=stream))
+    shared = {name: w.clone().share_memory_() for name, w in weights.items()}
+    handles = [(name, reduce_tensor(w)) for name, w in shared.items()]
     thread.start()
     while session.num_started == 0: time.sleep(0.01)
     time.sleep(0.4)
-    hand_over(real, weights, version + 1)
+    real.load_weights(handles, version + 1)
     thread.join(60)
     call, = tree.read(session.record).calls
     assert [v for v, _ in call.versions] == [version, version + 1] and all(n > 0 for _, n in call.versions)
@@ -582,9 +691,9 @@ def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves(real, connect, stream):
-    """Would catch a call that goes on sampling for nobody, or one that is lost: it must stand in the record as
-    aborted, once, and not be trained."""
-    session = connect(real)
+    """Would catch a call that goes on sampling for nobody after its grace, or one that is lost: it must stand in the
+    record as aborted, with what was sampled, once, and not be trained."""
+    session, real.grace_s = connect(real), 0.2
     started = time.monotonic()
     with pytest.raises(httpx.ReadTimeout):
         body = {"model": "policy", "messages": USER, "stream": stream}
@@ -596,9 +705,73 @@ def test_a_client_that_leaves(real, connect, stream):
     call, = record.calls
     assert call.finish == "abort" and len(call.sampled_ids) < 900
     assert tree.build(record).num_trained == 0
-    if stream: assert len(call.sampled_ids) > 0 and all(math.isfinite(x) for x in call.logp_rollout)
+    assert len(call.sampled_ids) > 0 and all(math.isfinite(x) for x in call.logp_rollout)
     assert ask(connect.client(session), max_tokens=3).status_code == 200        # and no later prompt hangs on it
     assert tree.read(session.record).calls[1].cause is None
+
+
+@contextlib.contextmanager
+def held(proxy_):
+    """The engine holds all requests, as during an update."""
+    proxy_.call(proxy_.engine.pause_generation(mode="keep"))
+    try: yield
+    finally: proxy_.call(proxy_.engine.resume_generation())
+
+
+@pytest.mark.parametrize("first, second", [(True, False), (False, True), (True, True)])
+def test_a_client_that_comes_back(real, connect, first, second):
+    """Would catch one decision that is sampled twice because its connection broke (the first reply would be a dead
+    branch, or an abort), also where the client falls back from a stream to one answer."""
+    session, real.grace_s = connect(real), 20.
+    with held(real):
+        with pytest.raises(httpx.ReadTimeout): ask(connect.client(session), max_tokens=5, stream=first, timeout=0.5)
+        time.sleep(0.2)
+        assert session.num_started == 1 and len(session.orphans) == 1
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(ask(connect.client(session), max_tokens=5,
+                                                                    stream=second)))
+        thread.start()
+        time.sleep(0.3)
+    thread.join(30)
+    call, = tree.read(session.record).calls
+    assert answers[0].status_code == 200 and call.finish == "length" and len(call.sampled_ids) == 5
+    assert session.num_started == 1 and not session.orphans
+
+
+def test_two_live_equal_requests_are_two_samples(real, connect):
+    """Would catch parallel subagents that get one reply between them."""
+    session = connect(real)
+    with held(real):
+        threads = [threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=5))
+                   for _ in range(2)]
+        for t in threads: t.start()
+        time.sleep(0.5)
+    for t in threads: t.join(30)
+    one, two = tree.read(session.record).calls
+    assert one.prompt_ids == two.prompt_ids and {one.finish, two.finish} == {"length"}
+
+
+@pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
+def test_signs_of_life(real, connect, kind):
+    """Would catch a client that gives up while the policy is held by an update: within 5 s it must get an event that
+    its own SDK reads without an error, and the reply must follow whole; without a stream, white space before JSON."""
+    session, started = connect(real, max_tokens=4), time.monotonic()
+    streams = {"chat": (CHAT, {"messages": USER}), "messages": (MESSAGES, {"messages": USER, "max_tokens": 4}),
+               "responses": (RESPONSES, {"input": USER})}
+    path, body = streams[kind]
+    texts, answers = [], []
+    threads = [threading.Thread(target=lambda: texts.append(speak(kind, session, connect, True))),
+               threading.Thread(target=lambda: answers.append(connect.client(session).post(path, json=body)))]
+    with held(real):
+        for t in threads: t.start()
+        with connect.client(session).stream("POST", path, json=body | {"stream": True}) as stream:
+            first = next(stream.iter_bytes())
+            assert b"data: " in first and time.monotonic() - started < 9
+            time.sleep(max(0., started + 5 - time.monotonic()))
+    for t in threads: t.join(30)
+    calls = tree.read(session.record).calls
+    said = {real.tokenizer.decode(c.sampled_ids, skip_special_tokens=True) for c in calls}
+    assert texts[0].strip() in {x.strip() for x in said} and answers[0].text.startswith(" {") and answers[0].json()
 
 
 def test_time_runs_out_in_the_middle_of_a_call(real, tmp_path, bubblewrap):

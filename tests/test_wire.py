@@ -1,0 +1,129 @@
+"""Recorded traffic of real harnesses (tests/wire: their prose is masked, their structure is not) through the proxy. The
+scripted engine says what the model had said then; what a harness made of it comes back as it did then."""
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import ENGINE
+import tree
+
+WIRE = sorted((Path(__file__).parent / "wire").glob("*.jsonl.gz"))
+
+
+def call_text(name, arguments):
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments or "{}"}}}\n</tool_call>'
+
+
+def reply(message, think=False):
+    """A recorded answer, in any protocol -> the text that the policy would have sampled."""
+    parts = []
+    for b in message.get("content") if isinstance(message.get("content"), list) else []:            # messages
+        if b["type"] == "thinking" and think: parts.append(f"<think>\n{b['thinking']}\n</think>\n\n")
+        if b["type"] == "text": parts.append(b["text"])
+        if b["type"] == "tool_use": parts.append(call_text(b["name"], b["raw"]))
+    for item in message.get("output", []):                                                          # responses
+        if item["type"] == "message": parts += [c["text"] for c in item["content"]]
+        if item["type"] == "function_call":                                                         # vLLM's flat names
+            name = "__".join(filter(None, (item.get("namespace"), item["name"])))
+            parts.append(call_text(name, item["arguments"]))
+    if "choices" in message: message = message["choices"][0]["message"]
+    if isinstance(message.get("content"), str): parts.append(message["content"])                    # chat
+    parts += [call_text(t["function"]["name"], t["function"]["arguments"]) for t in message.get("tool_calls") or []]
+    return "".join(parts)
+
+
+def replay(path, proxy, connect, **kw):
+    """-> (request, answer) pairs and the record. Requests that were answered by an error then are left out."""
+    traffic = [json.loads(line) for line in gzip.open(path, "rt")]
+    traffic = [t for t in traffic if t["method"] == "POST" and "message" in (t["response"] or {})]
+    session = connect(proxy, [reply(t["response"]["message"]) for t in traffic], **kw)
+    client, answers = connect.client(session), []
+    for t in traffic:
+        body = t["body"] if t["body"].get("stream") else t["body"] | {"stream": False}
+        headers = {k: v for k, v in t["headers"].items() if k.lower() not in ("content-type", "accept")}
+        answer = client.post(t["path"], json=body, headers=headers)
+        assert answer.status_code == 200, f"{path.name} {t['i']}: {answer.text[:500]}"
+        answers.append((t, answer))
+    return answers, tree.read(session.record)
+
+
+@pytest.fixture(scope="module")
+def roomy_proxy(roomy):
+    import proxy
+    with proxy.Proxy(roomy, max_model_len=131072, engine="scripted", engine_args=ENGINE) as p: yield p
+
+
+# what each recording must become: kinds (main, Subagent, Compaction, siDe) and causes of the calls, in order
+def chain(n): return "m" * n, [None] * n
+
+
+REWRITTEN, EDITED = "tool_call_rewritten", "history_edited"
+EXPECTED = {
+    "claude-ctx400": ("mc", [None, "compaction"]),
+    "claude-malformed": ("mmmm", [None, REWRITTEN, None, None]),
+    "claude-subagent": ("mmsmsm", [None, None, "subagent", None, None, None]),
+    "codex-compact": ("mmcmm", [None, None, "compaction", "compaction", None]),
+    "codex-malformed": ("mmmm", [None, REWRITTEN, None, None]),
+    "codex-subagent": ("mmsms", [None, None, "subagent", None, None]),
+    "mini-malformed": ("mmm", [None, EDITED, EDITED]),                      # drops the reply, says why
+    "openclaw-base": ("mmm", [None, EDITED, EDITED]),                       # the last message goes at each turn
+    "openclaw-dropx1": ("mmm", [None, EDITED, EDITED]),
+    "openclaw-mix": ("mmmmm", [None] + [EDITED] * 4),
+    "opencode-base": ("dmmm", [None] * 4),
+    "opencode-compact": ("dmmcm", [None, None, None, "side", "compaction"]),
+    "opencode-malformed": ("dmmmm", [None, None, REWRITTEN, REWRITTEN, None]),
+    "opencode-mix": ("dmmmmm", [None] * 6),
+    "opencode-subagent": ("dmssmm", [None, None, "subagent", None, None, None]),
+    "openhands-malformed": ("mmmm", [None, REWRITTEN, None, REWRITTEN])}
+LETTER = {"main": "m", "subagent": "s", "compaction": "c", "side": "d"}
+
+
+@pytest.mark.parametrize("path", WIRE, ids=lambda p: p.name.removesuffix(".jsonl.gz"))
+def test_recorded_traffic(path, roomy_proxy, connect):
+    """Would catch a request that vLLM refuses; a chain that breaks over what a harness does to replies that it leaves
+    intact (spelling of arguments, ids, lists of text blocks, moving cache_control, billing headers); a subagent, title
+    or summary taken for the main agent; a fork without its cause; a prompt in the record that is not the engine's; and
+    tool calls lost between the reply's text and the client."""
+    core, given = roomy_proxy.engine.engine_core, []
+
+    class Spy(type(core)):
+        async def add_request_async(self, request):
+            given.append(list(request.prompt_token_ids))
+            await super().add_request_async(request)
+    core.__class__ = Spy
+    try: answers, record = replay(path, roomy_proxy, connect)
+    finally: core.__class__ = Spy.__bases__[0]
+    kinds, causes = EXPECTED.get(path.name.removesuffix(".jsonl.gz")) or chain(len(answers))
+    assert "".join(LETTER[c.kind] for c in record.calls) == kinds and [c.cause for c in record.calls] == causes
+    assert [c.prompt_ids for c in record.calls] == given
+    for (t, answer), c in zip(answers, record.calls):
+        message = t["response"]["message"]
+        for name in valid_tools(message): assert f'"name":"{name}"' in answer.text.replace('": "', '":"')
+    t = tree.build(record)
+    assert t.num_trained == sum(len(c.sampled_ids) for c in record.calls if c.kind == "main")
+
+
+def valid_tools(message):
+    """Names of the tool calls whose arguments are JSON."""
+    calls = [(b["name"], b["raw"]) for b in message.get("content") or () if isinstance(b, dict) and "raw" in b]
+    calls += [(i["name"], i["arguments"]) for i in message.get("output", ()) if i["type"] == "function_call"]
+    if "choices" in message: message = message["choices"][0]["message"]
+    calls += [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
+    for name, arguments in calls:
+        try: json.loads(arguments)
+        except ValueError: continue
+        yield name
+
+
+def test_openclaw_with_its_tails_kept(roomy_proxy, connect):
+    """Would catch tails that are put back at another place or not at all: the chain would still break."""
+    path = next(p for p in WIRE if "openclaw-mix" in p.name)
+    _, forking = replay(path, roomy_proxy, connect)
+    _, stable = replay(path, roomy_proxy, connect, keep_tail=True)
+    assert [c.cause for c in stable.calls] == [None] * 5 and len(tree.build(stable).paths) == 1
+    cost = lambda record: sum(n for _, n in tree.build(record).forks.values())
+    assert cost(stable) == 0 < cost(forking)
+    new = lambda record: tree.build(record).num_unique
+    assert new(stable) < new(forking)                       # tokens computed in training
