@@ -19,14 +19,14 @@ and gradients of micro-batches with the same denom add up to those of the batch.
 Metrics come as sums (0-dim tensors, detached): a batch's mean is the sum of sums over the sum of "tokens", the share of
 its effective sample size "weight"^2 / ("weight_sq" "tokens").
 
-Bias of the first update (all ratios 1) for n rollouts a group, exact (tests enumerate a small tree of calls); J is the
-mean reward, P and T a rollout's probability and number of trained tokens:
-    leave-one-out or no baseline, constant   none, also for rewards a call, KL in the reward, or a critic at lambda = 1
-    mean that includes the rollout itself    (n - 1) / n of the gradient: smaller, same direction
-    std_norm                                 another direction; two rollouts: sum grad P (P(worse) - P(better)), ranks
-    rollout norm                             another: sum grad P (R - J) / T; short successes, long failures
+What the first update (all ratios 1) follows on average, with n rollouts a group; the tests show it exactly, over every
+outcome of a small tree of calls.  J = mean reward; P, R, T = a rollout's probability, reward, trained tokens:
+    leave-one-out or no baseline, constant   grad J; also for rewards a call, KL in the reward, a critic at lambda = 1
+    mean that includes the rollout itself    (n - 1) / n of it: smaller, same direction
+    std_norm                                 another direction; n = 2: sum grad P (P(worse) - P(better)), ranks alone
+    rollout norm                             another; with leave-one-out sum grad P (R - J) / T: not for long rollouts
     token norm                               another: a rollout's own length is in the denominator of all
-    a shared token once a path               another: whatever came before a fork counts too much"""
+    a shared token counted once a path       another: what came before a fork counts too much"""
 import torch
 
 
@@ -99,7 +99,7 @@ def gae(values,                          # (N,) float, V(s_t): of what stands be
     sees nothing beyond a fork.  A chain holds the tokens that other paths train too (a token stands in one path's
     `trained`, but in the chain of every leaf below it), and nothing of other rollouts.
     Differs from the paper: the mean over leaves; time passes at trained tokens alone.  A chain without a reward counts
-    in no mean; tokens on no other get A = 0, G = V.  Loops in Python, in float64: some 0.2 s a million tokens."""
+    in no mean; tokens on no other get A = 0, G = V.  Loops in Python, in float64: some 0.5 s a million tokens."""
     v = values.tolist()
     r = [0.] * len(v) if token_rewards is None else token_rewards.tolist()
     mean, count = [0.] * len(v), [0] * len(v)
@@ -207,6 +207,8 @@ def grpo_loss(logp, logp_old, adv, weight, norm, rollout, denom, clip_low=0.2, c
 def gspo_loss(logp, logp_old, adv, weight, norm, rollout, denom, clip_low=3e-4, clip_high=4e-4, dual_clip=0.0):
     """-> loss, sums.  GSPO, 2507.18071, eqs. 5 and 7: the ratio of a rollout, in log space, in place of each token's:
         s_i = exp(mean over the rollout's trained tokens of (logp - logp_old))
+    in the form of eq. 14 (GSPO-token), sg(s_i) pi_t / sg(pi_t): the same where a rollout has one advantage, and right
+    where its calls have their own.
     Needs the rollout norm, whole rollouts in a micro-batch (`split(..., unit=...)`) and `correction(..., rollout=...)`.
     Differs from the paper: a sequence is every trained token of the rollout's tree; weight."""
     log_ratio = logp - logp_old
@@ -214,7 +216,7 @@ def gspo_loss(logp, logp_old, adv, weight, norm, rollout, denom, clip_low=3e-4, 
     assert ((share - 1).abs() < 1e-3).all(), \
         f"GSPO got {share.min().item():.3f} of a rollout: it needs whole rollouts in a micro-batch, norm mode rollout"
     total, _ = rollout_sums(torch.stack([log_ratio, torch.ones_like(log_ratio)], 1), rollout)
-    log_s = (total[:, 0] / total[:, 1])[index]
+    log_s = (total[:, 0] / total[:, 1])[index].detach() + log_ratio - log_ratio.detach()
     return clipped(log_s, log_ratio, adv, weight, norm, denom, clip_low, clip_high, dual_clip)
 
 

@@ -146,6 +146,17 @@ def test_gae_is_the_formula(tokens, gamma, lam):
     assert returns.tolist() == pytest.approx([a + v for a, v in zip(want, values)], rel=1e-9, abs=1e-9)
 
 
+def test_gae_by_hand():
+    """Catches: an error that the naive form has too.  A chain of two tokens, then the same with a second leaf."""
+    values, chain = f64([0.5, 0.25, 0.0]), torch.tensor([0, 1])
+    adv, returns = gae(values, f64([1.0]), [chain], gamma=0.9, lam=0.5)
+    last, first = 1 - 0.25, 0.9 * 0.25 - 0.5
+    assert adv.tolist() == pytest.approx([first + 0.45 * last, last, 0]) and returns.tolist()[1:] == [1, 0]
+    adv, _ = gae(values, f64([1.0, 1.0]), [chain, torch.tensor([0, 2])], gamma=0.9, lam=0.5)
+    other = 0.9 * 0.0 - 0.5 + 0.45 * (1 - 0.0)
+    assert adv.tolist() == pytest.approx([(first + 0.45 * last + other) / 2, last, 1])
+
+
 @quick
 @given(token_trees(), REWARD.filter(math.isfinite))
 def test_gae_without_discount_is_reward_minus_value(tokens, outcome):
@@ -263,8 +274,9 @@ def test_corrections_are_the_formula(seed, kind, by_rollout):
         assert got[t].item() == pytest.approx(want, rel=1e-12)
 
 
-def batch(seed, num_rollouts=4, spread=0.3):
-    """logp, logp_old, adv, weight, norm, rollout of a random batch whose ratios lie on both sides of every clip."""
+def batch(seed, num_rollouts=4, spread=0.3, by_rollout=False):
+    """logp, logp_old, adv, weight, norm, rollout of a random batch whose ratios lie on both sides of every clip.
+    by_rollout: weights as GSPO's correction has them, one a rollout."""
     random = np.random.default_rng(seed)
     rollout = torch.from_numpy(np.concatenate([np.arange(num_rollouts), random.integers(0, num_rollouts, 30)]))
     rollout = rollout[torch.from_numpy(random.permutation(len(rollout)))]
@@ -273,6 +285,7 @@ def batch(seed, num_rollouts=4, spread=0.3):
     logp = (logp_old + torch.from_numpy(random.normal(0, spread, n))).requires_grad_()
     adv = torch.from_numpy(random.normal(0, 1, num_rollouts))[rollout]
     weight = torch.from_numpy(random.uniform(0, 2, n))
+    if by_rollout: weight = weight[:num_rollouts][rollout]
     norm = torch.stack([1 / (rollout == r).sum().double() for r in rollout])
     return logp, logp_old, adv, weight, norm, rollout
 
@@ -304,7 +317,7 @@ def naive_loss(name, logp, old, adv, weight, rollout, low, high, dual):
 def test_losses_and_gradients_are_the_formula(seed, name, dual):
     """Catches: clip bounds swapped, max for min where A < 0, dual clip on the wrong sign, GSPO's mean without gradient
     or a sum in its place, CISPO's weight with a gradient or its tokens dropped, a weight or normaliser left out."""
-    logp, old, adv, weight, norm, rollout = batch(seed)
+    logp, old, adv, weight, norm, rollout = batch(seed, by_rollout=name == "gspo")
     (low, high), dual = BOUND[name], dual if name in ("grpo", "gspo", "ppo") else 0.0
     loss, _ = LOSSES[name](logp, old, adv, weight, norm, rollout, 4.0, low, high, dual)
     want = naive_loss(name, logp, old, adv, weight, rollout, low, high, dual)
@@ -318,7 +331,7 @@ def test_gradients_by_finite_differences():
     """Catches: a detach on the way from logp to the loss (the naive form could have it too).  CISPO has one: its
     gradient is that of GRPO where neither clips."""
     for name in ("grpo", "gspo", "reinforce"):
-        logp, *rest = batch(11, spread=0.1)
+        logp, *rest = batch(11, spread=0.1, by_rollout=name == "gspo")
         assert torch.autograd.gradcheck(lambda x: LOSSES[name](x, *rest, 4.0, *BOUND[name])[0], logp)
     logp, old, adv, weight, norm, rollout = batch(11)
     assert torch.autograd.gradcheck(lambda x: kl_loss(x, old, weight, norm, 4.0)[0], logp)
@@ -389,6 +402,16 @@ def test_padding_and_order_change_nothing(seed, name, mode):
     pad = lambda x, value: torch.cat([x, x.new_full((3,), value)])
     padded, _ = LOSSES[name](*(pad(x, v) for x, v in zip(args, (-1.0, -2.0, 5.0, 1.0, 0.0, 0))), 9.0)
     assert torch.allclose(padded, loss) and torch.allclose(torch.autograd.grad(padded, logp)[0], grad)
+
+
+def test_gspo_gives_each_call_its_own_advantage():
+    """Catches: a ratio whose gradient spreads over the rollout, so that the credit of one call trains all of them."""
+    logp, old, adv, weight, norm, rollout = batch(6, by_rollout=True)
+    adv = f64(np.random.default_rng(6).normal(size=len(adv)))
+    grad = torch.autograd.grad(gspo_loss(logp, old, adv, weight, norm, rollout, 4.0, 1.0, 1e9)[0], logp)[0]
+    for t in range(len(logp)):
+        s = math.exp((logp - old)[rollout == rollout[t]].mean().item())
+        assert grad[t].item() == pytest.approx((-norm * weight * s * adv / 4)[t].item(), rel=1e-12)
 
 
 def test_gspo_refuses_part_of_a_rollout():
