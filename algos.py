@@ -21,10 +21,10 @@ its effective sample size "weight"^2 / ("weight_sq" "tokens").
 
 What the first update (all ratios 1) follows on average, with n rollouts a group; the tests show it exactly, over every
 outcome of a small tree of calls.  J = mean reward; P, R, T = a rollout's probability, reward, trained tokens:
-    leave-one-out or no baseline, constant   grad J; also for rewards a call, KL in the reward, a critic at lambda = 1
+    leave-one-out or no baseline, constant   grad J; also by calls, with KL in the reward, with gae at gamma = lam = 1
     mean that includes the rollout itself    (n - 1) / n of it: smaller, same direction
     std_norm                                 another direction; n = 2: sum grad P (P(worse) - P(better)), ranks alone
-    rollout norm                             another; with leave-one-out sum grad P (R - J) / T: not for long rollouts
+    rollout norm                             another; with leave-one-out sum grad P (R - J) / T, long ones count less
     token norm                               another: a rollout's own length is in the denominator of all
     a shared token counted once a path       another: what came before a fork counts too much"""
 import torch
