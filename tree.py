@@ -25,7 +25,7 @@ from itertools import groupby
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -263,11 +263,11 @@ class Forest:
     src: torch.Tensor      # (N,) long, the hidden state at row src predicts ...
     tgt: torch.Tensor      # (N,) long, ... token tgt (a branch point predicts several)
     where: list            # per path: long, index into N of each scored position: logp[where[i]] aligns with scored[i]
-    mask: object = None    # GPU: block mask of `last`, made at first use
+    masks: dict = field(default_factory=dict)      # GPU: sliding window or None -> block mask, made at first use
 
     def to(self, device):
         moved = {k: getattr(self, k).to(device) for k in ("ids", "pos", "last", "src", "tgt")}
-        return replace(self, where=[w.to(device) for w in self.where], mask=None, **moved)
+        return replace(self, where=[w.to(device) for w in self.where], masks={}, **moved)
 
 
 def dfs(paths):
@@ -370,50 +370,85 @@ class TreeAttention(torch.autograd.Function):
 
 @cache
 def flex():
-    """GPU; PyTorch has no flex backward on CPU.  Compiled at first use: the compiler takes seconds to import."""
-    return torch.compile(flex_attention, dynamic=True)
+    """GPU; PyTorch has no flex backward on CPU.  Compiled at first use: the compiler takes seconds to import.
+    fullgraph: past the limit of recompilations PyTorch else goes over to dense T x T attention, with but a warning."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def block_mask(last, pos, window=None):
+    """GPU: the rule as FlexAttention wants it.  last, pos: (T,), T a multiple of 128; window: tokens a layer looks back.
+    Subtrees nest, so `last` alone tells of each block of 128 x 128 whether some or all of its queries see some or all
+    of its keys: no kernel looks at the T x T pairs."""
+    start = torch.arange(0, len(last), 128, device=last.device)
+    q, low, high = start[:, None], *(f(last.view(-1, 128), 1) for f in (torch.amin, torch.amax))
+    some, full = (start <= q) & (q < high), (start < q) & (q + 128 <= low)
+    if window:                                             # a bound for the block: the kernel asks `sees` where unsure
+        near, far = (f(pos.view(-1, 128), 1) for f in (torch.amin, torch.amax))
+        some, full = some & (near[:, None] - far < window), full & (far[:, None] - near < window)
+
+    @torch._dynamo.dont_skip_tracing                       # PyTorch never traces modules named "tree" (a library's name)
+    def sees(b, h, q, k):
+        rule = (k <= q) & (q < last[k])
+        return rule & (pos[q] - pos[k] < window) if window else rule
+    blocks = [x for m in (some & ~full, full) for x in (m.sum(1), m.int().argsort(dim=1, descending=True, stable=True))]
+    return BlockMask.from_kv_blocks(*(x.int()[None, None] for x in blocks), BLOCK_SIZE=128, mask_mod=sees)
 
 
 def attend(module, q, k, v, attention_mask, scaling=None, dropout=0., forest=None, **kw):
     """The attention function registered with transformers as "tree".  q: (1, H, T, D); k, v: (1, H / groups, T, D)."""
     assert forest is not None, "no forest: for a plain forward, call model.set_attn_implementation('sdpa') first"
+    other = {k: kw[k] for k in ("softcap", "s_aux", "position_bias", "indices", "block_indices") if kw.get(k) is not None}
+    assert not dropout and not other, f"dropout {dropout}, {', '.join(other)}: attention that a pack does not compute"
     window = kw.get("sliding_window")
-    assert not dropout and not window, f"dropout {dropout}, sliding_window {window}: set both to 0"
     q, k = q.to(v.dtype), k.to(v.dtype)                                # under autocast rotation leaves them in float32
     if q.is_cuda:
-        out = flex()(q, k, v, block_mask=forest.mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        if window not in forest.masks: forest.masks[window] = block_mask(forest.last, forest.pos, window)
+        out = flex()(q, k, v, block_mask=forest.masks[window], scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
     else:
+        assert not window, f"sliding_window {window}: not on the CPU"
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         out = TreeAttention.apply(q, k, v, forest.nodes, scaling)
     return out.transpose(1, 2), None
 
 
-def other_layers(config):
-    """Name of a layer type that is not full attention, or None."""
-    config = config.get_text_config()
+def other_layers(model):
+    """Name of a kind of layer that `attend` does not compute, or None."""
+    config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     if not types and getattr(config, "sliding_window", None): types = {"sliding_attention"}
-    return min(types - {"full_attention", "attention"}, default=None)
+    if getattr(model, "_is_stateful", False): types.add("recurrent")
+    on_gpu = {"sliding_attention"} if model.device.type == "cuda" else set()
+    return min(types - {"full_attention", "attention"} - on_gpu, default=None)
+
+
+def why_flat(model):
+    """Why this model's prefixes cannot be shared, so that `pack` needs share=False; None = they can.  Recurrent and
+    convolutional layers carry a state from row to row: a pack would have to hand each node its parent's, through
+    arguments that each model's layers name (or lack) in their own way."""
+    kind = other_layers(model)
+    if kind: return f"{model.config.model_type} has {kind} layers"
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        return "output_router_logits is set: a load-balancing loss counts a shared token once"
 
 
 def hidden_states(model, forest):
     """-> (T, width of the model): last hidden state of every row; a critic's head reads the rows `forest.src` too."""
-    kind = other_layers(model.config)
-    if kind:                                                           # right padding changes no causal layer
-        assert all(e == l for _, e, l in forest.nodes), \
-            f"{model.config.model_type} has {kind} layers, which cannot share a prefix in a pack: pack with share=False"
+    why = why_flat(model)
+    assert not why or all(e == l for _, e, l in forest.nodes), f"{why}: pack with share=False"
+    if other_layers(model):                                # a sequence a row: no state crosses; right padding is causal
         rows = forest.ids.split([e - s for s, e, _ in forest.nodes])
         h = model.model(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).last_hidden_state
         return torch.cat([x[:len(r)] for x, r in zip(h, rows)])
     from transformers import AttentionInterface                        # here: explaining a file must not wait for it
     AttentionInterface.register("tree", attend)                        # has no mask function: no mask is built
     model.config._attn_implementation = "tree"                         # stays: checkpointed layers read it in backward
-    if forest.ids.is_cuda and forest.mask is None:
-        last, T = forest.last, len(forest.ids)
-        sees = lambda b, h, q, k: (k <= q) & (q < last[k])
-        forest.mask = create_block_mask(sees, None, None, T, T, device=last.device, _compile=True)
+    T = len(forest.ids)
+    pad = 0, max(-T % 128, 256 - T)            # whole blocks are a fifth faster; a single one would compile by itself
+    if forest.ids.is_cuda and pad[1]:                                  # a padding row sees itself
+        forest = replace(forest, ids=F.pad(forest.ids, pad), pos=F.pad(forest.pos, pad), masks={},
+                         last=torch.cat([forest.last, torch.arange(T, T + pad[1], device=forest.last.device) + 1]))
     return model.model(input_ids=forest.ids[None], position_ids=forest.pos[None], use_cache=False,
-                       forest=forest).last_hidden_state[0]
+                       forest=forest).last_hidden_state[0, :T]
 
 
 def logprobs(model, forest, temperature=1.0, chunk=1024, entropy=False):
