@@ -14,11 +14,15 @@ runs: pass rates by eval set, harness and moment (bare; cold: after the cold sta
 tree: 200 calls up to 100k context. linear: each call extends the last; forking: the last 500 tokens of each prompt are
     new. tokens: of prompt and reply, summed over the calls. tokens_per_s: tree.read + tree.build of the record;
     encode_s: tree.call_line of all calls.
-packing: `shapes` with token counts times --scale, in float32 on 1 of SmolLM2's 30 layers and 1/30 of its vocabulary, so
-    that the head keeps its share. flat: each path its own sequence, same code. ideal = time of all but attention x
-    unique / flat tokens + time of attention x visible pairs of tree / flat, both from flat (all but attention: the
-    values in attention's place; queries and keys still cost theirs). memory_ratio: peak above the idle process, per
-    token, packed over flat. per_call: each call its own sequence.
+packing: `shapes` with token counts times --scale; forward and backward. CPU: float32, 1 of SmolLM2's 30 layers and 1/30
+    of its vocabulary, so that the head keeps its share. GPU: bfloat16, Qwen3 with Qwen2.5-0.5B's sizes and random
+    weights, checkpointed. flat: each path its own sequence, same code (GPU: FlexAttention too). ideal = time of all but
+    attention x unique / flat tokens + time of attention x visible pairs of tree / flat, both from flat (all but
+    attention: the values in attention's place; queries and keys still cost theirs). The head works on scored tokens,
+    as many packed as flat: where it or launching kernels takes long, ideal cannot be reached. memory_ratio: peak above
+    the idle process (GPU: above weights and gradients), per token, packed over flat. per_call: each call its own
+    sequence. tokens_per_s: unique ones, packed. mfu: 6 x weights x tokens (head: scored ones) + 12 x layers x heads x
+    head size x visible pairs, recomputation not counted, over an H200's 989 TFLOP/s.
 sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm` or `bwrap` of it; rollouts_ratio:
     rollouts of nop a second through rollout.Runner over bare pairs of the same commands (`true`, tests/test.sh), as
     many at once; leaked: left at the end."""

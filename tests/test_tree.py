@@ -337,10 +337,9 @@ def test_a_pack_is_its_paths(seed, share):
 def test_blocks_of_the_gpu_mask_are_the_rule(seed, window):
     """Catches: a block that the kernel skips though a pair in it is visible, or takes whole though one is not."""
     random = np.random.default_rng(seed)
-    paths = [random.integers(0, 5, random.integers(2, 500)).tolist()]
-    while len(paths) < 8:
-        base = paths[random.integers(len(paths))]
-        paths.append(base[:random.integers(0, len(base) + 1)] + random.integers(0, 5, random.integers(1, 400)).tolist())
+    new = lambda: random.integers(0, 99, random.choice([127, 128, 129, 255, 256, 257])).tolist()      # at blocks' edges
+    paths = [new()]
+    while len(paths) < 8: paths.append(paths[random.integers(len(paths))][:len(new())] + new())
     f = pack(paths, [[]] * 8)
     num, at = len(f.ids) // 128, torch.arange(len(f.ids) // 128 * 128)
     last, pos = f.last[:len(at)], f.pos[:len(at)]
