@@ -406,7 +406,7 @@ def block_mask(last, pos, window=None):
         near, far = (f(pos.view(-1, 128), 1) for f in (torch.amin, torch.amax))
         some, full = some & (near[:, None] - far < window), full & (far[:, None] - near < window)
 
-    @torch._dynamo.dont_skip_tracing                       # PyTorch traces no module named "tree": a library is called so
+    @torch._dynamo.dont_skip_tracing                       # PyTorch traces no module named "tree", which a library is
     def sees(b, h, q, k):
         rule = (k <= q) & (q < last[k])
         return rule & (pos[q] - pos[k] < window) if window else rule
