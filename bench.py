@@ -14,11 +14,15 @@ runs: pass rates by eval set, harness and moment (bare; cold: after the cold sta
 tree: 200 calls up to 100k context. linear: each call extends the last; forking: the last 500 tokens of each prompt are
     new. tokens: of prompt and reply, summed over the calls. tokens_per_s: tree.read + tree.build of the record;
     encode_s: tree.call_line of all calls.
-packing: `shapes` with token counts times --scale, in float32 on 1 of SmolLM2's 30 layers and 1/30 of its vocabulary, so
-    that the head keeps its share. flat: each path its own sequence, same code. ideal = time of all but attention x
-    unique / flat tokens + time of attention x visible pairs of tree / flat, both from flat (all but attention: the
-    values in attention's place; queries and keys still cost theirs). memory_ratio: peak above the idle process, per
-    token, packed over flat. per_call: each call its own sequence.
+packing: `shapes` with token counts times --scale; forward and backward. CPU: float32, 1 of SmolLM2's 30 layers and 1/30
+    of its vocabulary, so that the head keeps its share. GPU: bfloat16, Qwen3 with Qwen2.5-0.5B's sizes and random
+    weights, checkpointed. flat: each path its own sequence, same code (GPU: FlexAttention too). ideal = time of all but
+    attention x unique / flat tokens + time of attention x visible pairs of tree / flat, both from flat (all but
+    attention: the values in attention's place; queries and keys still cost theirs). The head works on scored tokens,
+    as many packed as flat: where it or launching kernels takes long, ideal cannot be reached. memory_ratio: peak above
+    the idle process (GPU: above weights and gradients), per token, packed over flat. per_call: each call its own
+    sequence. tokens_per_s: unique ones, packed. mfu: 6 x weights x tokens (head: scored ones) + 12 x layers x heads x
+    head size x visible pairs, recomputation not counted, over an H200's 989 TFLOP/s.
 sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm` or `bwrap` of it; rollouts_ratio:
     rollouts of nop a second through rollout.Runner over bare pairs of the same commands (`true`, tests/test.sh), as
     many at once; leaked: left at the end."""
@@ -34,6 +38,7 @@ import rollout, sandbox, tree
 # 97.5 % quantile of Student's t, 1 to 9 degrees of freedom
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 IS_GPU = torch.cuda.is_available()
+H200_FLOPS = 989e12                                           # dense bfloat16, by the datasheet
 
 
 def timed(work, *args, clock=time.perf_counter) -> tuple:     # seconds, what work(*args) returned
@@ -175,12 +180,17 @@ def peak_bytes(work, *args) -> int:                       # the most that work(*
 
 
 def bench_packing(args) -> dict:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    scale, vocab, rows, attend = args.scale or 0.1, 49152 // 30, [], tree.attend
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
     torch.set_num_threads(1)
-    model = LlamaForCausalLM(LlamaConfig(
+    config = Qwen3Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        head_dim=64, vocab_size=151936, tie_word_embeddings=True) if IS_GPU else LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=vocab, tie_word_embeddings=True)).to("cuda" if IS_GPU else "cpu")
+        vocab_size=49152 // 30, tie_word_embeddings=True)
+    scale, vocab, rows, attend = args.scale or (1. if IS_GPU else 0.1), config.vocab_size, [], tree.attend
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if IS_GPU else torch.float32)
+    if IS_GPU: model.cuda().train().gradient_checkpointing_enable()
+    in_layers = sum(p.numel() for p in model.model.layers.parameters())
 
     def values(module, q, k, v, mask, **_):          # q and k keep their gradients, so their projections all their cost
         return ((v + 0 * k).repeat_interleave(q.shape[1] // k.shape[1], 1) + 0 * q).transpose(1, 2), None
@@ -196,14 +206,18 @@ def bench_packing(args) -> dict:
         both = [p for t in trees for p in t.paths], [s for t in trees for s in t.trained]
         calls = [(p + s, np.arange(len(p), len(p) + len(s))) for calls in rollouts for p, s in calls]
         packed, flat = tree.pack(*both, True), tree.pack(*both, False)
-        pairs, tokens = ((packed.pos + 1).sum() / (flat.pos + 1).sum()).item(), len(packed.ids) / len(flat.ids)
+        num_pairs, num_flat_pairs = ((f.pos + 1).sum().item() for f in (packed, flat))
+        pairs, tokens = num_pairs / num_flat_pairs, len(packed.ids) / len(flat.ids)
+        flops = (6 * (in_layers * len(packed.ids) + vocab * config.hidden_size * len(packed.src))
+                 + 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * num_pairs)
         go(*both, True)                                     # warm-up; gradients are there from now on
         for _ in range(3):
             flat_s, rest_s, packed_s = cost(*both, False), cost(*both, False, values), cost(*both, True)
             times.append({"ideal_over_time": (rest_s * tokens + (flat_s - rest_s) * pairs) / packed_s,
-                          "flat_over_packed": flat_s / packed_s,
+                          "flat_over_packed": flat_s / packed_s, "tokens_per_s": len(packed.ids) / packed_s,
                           "per_call_over_packed": cost(*zip(*calls), False) / packed_s
-                          if name in ("i linear", "iii compaction") else math.nan})
+                          if name in ("i linear", "iii compaction") else math.nan
+                          } | ({"mfu": flops / packed_s / H200_FLOPS} if IS_GPU else {}))
         memory = peak_bytes(go, *both, True) / peak_bytes(go, *both, False) / tokens
         rows.append({"shape": name, "flat_tokens": len(flat.ids), "unique_tokens": len(packed.ids)}
                     | {k: median(t[k] for t in times) for k in times[0]} | {"memory_ratio": memory})

@@ -159,7 +159,7 @@ def kind_of(call, session, messages: list) -> str:
                       for s in mains)
         asked = [text_of(m) for m in messages if role_of(m) in ("system", "developer")] + [text_of(messages[-1])]
         return "compaction" if goes_on or any(map(SUMMARISE.search, asked)) else "side"
-    if call.num_tools and not mains[0].num_tools and who(call)[1] != who(mains[0])[1]:      # a title was asked for first
+    if call.num_tools and not mains[0].num_tools and who(call)[1] != who(mains[0])[1]:    # a title came first
         for s in mains: session.retype(s, "side")
         return "main"
     if who(call) in [who(s) for s in session.seen if s.kind == "subagent"]: return "subagent"

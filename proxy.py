@@ -209,8 +209,9 @@ def make_recorder():
                 if nearest is None: return None
                 n = tree.lcp(nearest.template_ids, call.template_ids)
                 text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
-                session.diverged = (f"call {session.num_started}: token {n} of the prompt begins {text(call.template_ids)}, "
-                                    f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
+                session.diverged = (f"call {session.num_started}: token {n} of the prompt begins "
+                                    f"{text(call.template_ids)}, recorded in call {nearest.id}: "
+                                    f"{text(nearest.template_ids)}")
                 if session.is_strict: raise ValueError(f"replay: {session.diverged}")
                 return None
             session.replay.remove(old)

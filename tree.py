@@ -11,14 +11,16 @@ Record format 1, one JSONL file a rollout; keys of the header and the end that a
      "template": null | [parent, n, [ids]]  null: same as the prompt; else against the parent's template ids
      "sampled": [ids], "logp": [float | null], "finish": "stop" | "length" | "abort" | "error" | ...
      "versions": [[policy version, num_tokens], ...], in order of the sampled tokens; [] = unknown
-     "sampling": {...}, "tools": hash | null, "received_s", "first_token_s", "finished_s": time | null}    (unix)
+     "sampling": {...}, "tools": hash | null, "received_s", "first_token_s", "finished_s": time | null     (unix)
+     "routing": [layers, experts a token, base64 of int16]}     only from MoE engines: of the ids but the last, less
+                                             those that the parent's rows tell of; null or no such key = unknown
     {"type": "kind", "id", "kind"}         a later call showed that this one was of another kind
     {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...}}
 No end line = an unfinished rollout (`outcome` is None).  A torn last line is ignored; any other bad line is an error.
 
 Dimension letters: T tokens of a packed forest, N its scored tokens, H heads, D size of a head, V vocabulary.
 Invariant: every trained token of a rollout stands in exactly one path, every path in exactly one micro-batch."""
-import argparse, json, math, sys
+import argparse, base64, json, math, sys
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
@@ -26,7 +28,7 @@ from itertools import groupby
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -51,6 +53,7 @@ class Call:
     received_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+    routing: np.ndarray | None = None    # (len(ids) - 1, layers, experts a token) int16: experts that each id went to
     parent: int | None = None            # id of the call that shares the longest prefix; set by call_line and read
     shared: int = 0                      # length of that prefix, tokens
 
@@ -102,10 +105,17 @@ def encode(ids, earlier):
 
 
 def call_line(call, earlier):
-    """The record of a call, given the calls of the lines before it.  Sets call.parent and call.shared."""
+    """The record of a call, given the calls of the lines before it.  Sets call.parent, call.shared, and the routing of
+    what it shares to that of the call that ran it first."""
     index, call.shared, tail = encode(call.prompt_ids, [c.ids for c in earlier])
     call.parent = None if index is None else earlier[index].id
-    template = None
+    template, routing = None, {}
+    if call.routing is not None:
+        known = None if index is None else earlier[index].routing
+        known = call.routing[:0] if known is None else known[:call.shared]
+        own = np.asarray(call.routing[len(known):], "<i2")
+        call.routing = np.concatenate([known, own])
+        routing = {"routing": [*own.shape[1:], base64.b64encode(own.tobytes()).decode()]}
     if call.template_ids != call.prompt_ids:
         index, shared, rest = encode(call.template_ids, [c.template_ids for c in earlier])
         template = [None if index is None else earlier[index].id, shared, rest]
@@ -113,7 +123,7 @@ def call_line(call, earlier):
             "shared": call.shared, "tail": tail, "template": template, "sampled": call.sampled_ids,
             "logp": [x if math.isfinite(x) else None for x in call.logp_rollout], "finish": call.finish,
             "versions": call.versions, "sampling": call.sampling, "tools": call.tools, "received_s": call.received_s,
-            "first_token_s": call.first_token_s, "finished_s": call.finished_s}
+            "first_token_s": call.first_token_s, "finished_s": call.finished_s} | routing
 
 
 def read_call(line, earlier):
@@ -132,9 +142,18 @@ def read_call(line, earlier):
     if len(line["logp"]) != len(sampled) or versions and sum(n for _, n in versions) != len(sampled):
         raise ValueError(f"call {line['id']}: {len(sampled)} sampled tokens, but {len(line['logp'])} log-probabilities "
                          f"and versions of {sum(n for _, n in versions)}")
-    logp = [math.nan if x is None else x for x in line["logp"]]
-    same = {f.name: line[f.name] for f in fields(Call) if not f.name.endswith("_ids") and f.name != "logp_rollout"}
-    return Call(prompt_ids=prompt, template_ids=template, sampled_ids=sampled, logp_rollout=logp, **same)
+    logp, routing = [math.nan if x is None else x for x in line["logp"]], None
+    if line.get("routing"):
+        *shape, text = line["routing"]
+        routing = np.frombuffer(base64.b64decode(text), "<i2").reshape(-1, *shape)
+        known = None if line["parent"] is None else earlier[line["parent"]].routing
+        if known is not None: routing = np.concatenate([known[:line["shared"]], routing])
+        if len(routing) != len(prompt) + len(sampled) - 1:
+            raise ValueError(f"call {line['id']}: routing of {len(routing)} tokens, prompt and sampled less the last "
+                             f"are {len(prompt) + len(sampled) - 1}")
+    rebuilt = {"prompt_ids": prompt, "template_ids": template, "sampled_ids": sampled, "logp_rollout": logp,
+               "routing": routing}
+    return Call(**rebuilt, **{f.name: line[f.name] for f in fields(Call) if f.name not in rebuilt})
 
 
 def read(path):
@@ -185,6 +204,7 @@ class Tree:
     num_flat: int        # sum of the lengths of the paths: each path its own sequence
     num_per_call: int    # sum of prompt + sampled over the trained calls: each call its own sequence
     num_trained: int
+    routing: list        # per path: None or (len(path) - 1, layers, experts a token) int16, by the calls that ran them
 
 
 def build(rollout, train_kinds=("main",), keep="all"):
@@ -237,7 +257,7 @@ def build(rollout, train_kinds=("main",), keep="all"):
     num_flat = sum(map(len, paths))
     return Tree(paths, whole(position), list(logp), whole(version), whole(call), [a.astype(bool) for a in first], forks,
                 left_out, num_flat - sum(dfs(paths)[1]), num_flat, sum(len(c.ids) for p in chains for c in p),
-                sum(map(len, position)))
+                sum(map(len, position)), [p[0].routing for p in chains])
 
 
 def starts_any(keys, start):
@@ -265,11 +285,11 @@ class Forest:
     src: torch.Tensor      # (N,) long, the hidden state at row src predicts ...
     tgt: torch.Tensor      # (N,) long, ... token tgt (a branch point predicts several)
     where: list            # per path: long, index into N of each scored position: logp[where[i]] aligns with scored[i]
-    mask: object = None    # GPU: block mask of `last`, made at first use
+    masks: dict = field(default_factory=dict)      # GPU: sliding window or None -> block mask, made at first use
 
     def to(self, device):
         moved = {k: getattr(self, k).to(device) for k in ("ids", "pos", "last", "src", "tgt")}
-        return replace(self, where=[w.to(device) for w in self.where], mask=None, **moved)
+        return replace(self, where=[w.to(device) for w in self.where], masks={}, **moved)
 
 
 def dfs(paths):
@@ -372,50 +392,85 @@ class TreeAttention(torch.autograd.Function):
 
 @cache
 def flex():
-    """GPU; PyTorch has no flex backward on CPU.  Compiled at first use: the compiler takes seconds to import."""
-    return torch.compile(flex_attention, dynamic=True)
+    """GPU; PyTorch has no flex backward on CPU.  Compiled at first use: the compiler takes seconds to import.
+    fullgraph: past the limit of recompilations PyTorch else goes over to dense T x T attention, with but a warning."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def block_mask(last, pos, window=None):
+    """GPU: the rule as FlexAttention wants it.  last, pos: (T,), T a multiple of 128; window: tokens a layer sees.
+    Subtrees nest, so `last` alone tells of each block of 128 x 128 whether some or all of its queries see some or all
+    of its keys: no kernel looks at the T x T pairs."""
+    start = torch.arange(0, len(last), 128, device=last.device)
+    q, low, high = start[:, None], *(f(last.view(-1, 128), 1) for f in (torch.amin, torch.amax))
+    some, full = (start <= q) & (q < high), (start < q) & (q + 128 <= low)
+    if window:                                             # a bound for the block: the kernel asks `sees` where unsure
+        near, far = (f(pos.view(-1, 128), 1) for f in (torch.amin, torch.amax))
+        some, full = some & (near[:, None] - far < window), full & (far[:, None] - near < window)
+
+    @torch._dynamo.dont_skip_tracing                       # PyTorch traces no module named "tree", which a library is
+    def sees(b, h, q, k):
+        rule = (k <= q) & (q < last[k])
+        return rule & (pos[q] - pos[k] < window) if window else rule
+    blocks = [x for m in (some & ~full, full) for x in (m.sum(1), m.int().argsort(dim=1, descending=True, stable=True))]
+    return BlockMask.from_kv_blocks(*(x.int()[None, None] for x in blocks), BLOCK_SIZE=128, mask_mod=sees)
 
 
 def attend(module, q, k, v, attention_mask, scaling=None, dropout=0., forest=None, **kw):
     """The attention function registered with transformers as "tree".  q: (1, H, T, D); k, v: (1, H / groups, T, D)."""
     assert forest is not None, "no forest: for a plain forward, call model.set_attn_implementation('sdpa') first"
+    odd = [k for k in ("softcap", "s_aux", "position_bias", "indices", "block_indices") if kw.get(k) is not None]
+    assert not dropout and not odd, f"dropout {dropout}, {', '.join(odd)}: attention that a pack does not compute"
     window = kw.get("sliding_window")
-    assert not dropout and not window, f"dropout {dropout}, sliding_window {window}: set both to 0"
     q, k = q.to(v.dtype), k.to(v.dtype)                                # under autocast rotation leaves them in float32
     if q.is_cuda:
-        out = flex()(q, k, v, block_mask=forest.mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        if window not in forest.masks: forest.masks[window] = block_mask(forest.last, forest.pos, window)
+        out = flex()(q, k, v, block_mask=forest.masks[window], scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
     else:
+        assert not window, f"sliding_window {window}: not on the CPU"
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         out = TreeAttention.apply(q, k, v, forest.nodes, scaling)
     return out.transpose(1, 2), None
 
 
-def other_layers(config):
-    """Name of a layer type that is not full attention, or None."""
-    config = config.get_text_config()
+def other_layers(model):
+    """Name of a kind of layer that `attend` does not compute, or None."""
+    config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     if not types and getattr(config, "sliding_window", None): types = {"sliding_attention"}
-    return min(types - {"full_attention", "attention"}, default=None)
+    if getattr(model, "_is_stateful", False): types.add("recurrent")
+    on_gpu = {"sliding_attention"} if model.device.type == "cuda" else set()
+    return min(types - {"full_attention", "attention"} - on_gpu, default=None)
+
+
+def why_flat(model):
+    """Why this model's prefixes cannot be shared, so that `pack` needs share=False; None = they can.  Recurrent and
+    convolutional layers carry a state from row to row: a pack would have to hand each node its parent's, through
+    arguments that each model's layers name (or lack) in their own way."""
+    kind = other_layers(model)
+    if kind: return f"{model.config.model_type} has {kind} layers"
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        return "output_router_logits is set: a load-balancing loss counts a shared token once"
 
 
 def hidden_states(model, forest):
     """-> (T, width of the model): last hidden state of every row; a critic's head reads the rows `forest.src` too."""
-    kind = other_layers(model.config)
-    if kind:                                                           # right padding changes no causal layer
-        assert all(e == l for _, e, l in forest.nodes), \
-            f"{model.config.model_type} has {kind} layers, which cannot share a prefix in a pack: pack with share=False"
+    why = why_flat(model)
+    assert not why or all(e == l for _, e, l in forest.nodes), f"{why}: pack with share=False"
+    if other_layers(model):                                # a sequence a row: no state crosses; right padding is causal
         rows = forest.ids.split([e - s for s, e, _ in forest.nodes])
         h = model.model(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).last_hidden_state
         return torch.cat([x[:len(r)] for x, r in zip(h, rows)])
     from transformers import AttentionInterface                        # here: explaining a file must not wait for it
     AttentionInterface.register("tree", attend)                        # has no mask function: no mask is built
     model.config._attn_implementation = "tree"                         # stays: checkpointed layers read it in backward
-    if forest.ids.is_cuda and forest.mask is None:
-        last, T = forest.last, len(forest.ids)
-        sees = lambda b, h, q, k: (k <= q) & (q < last[k])
-        forest.mask = create_block_mask(sees, None, None, T, T, device=last.device, _compile=True)
+    T = len(forest.ids)
+    pad = 0, max(-T % 128, 256 - T)            # whole blocks are a fifth faster; a single one would compile by itself
+    if forest.ids.is_cuda and pad[1]:                                  # a padding row sees itself
+        forest = replace(forest, ids=F.pad(forest.ids, pad), pos=F.pad(forest.pos, pad), masks={},
+                         last=torch.cat([forest.last, torch.arange(T, T + pad[1], device=forest.last.device) + 1]))
     return model.model(input_ids=forest.ids[None], position_ids=forest.pos[None], use_cache=False,
-                       forest=forest).last_hidden_state[0]
+                       forest=forest).last_hidden_state[0, :T]
 
 
 def logprobs(model, forest, temperature=1.0, chunk=1024, entropy=False):
@@ -430,7 +485,8 @@ def logprobs(model, forest, temperature=1.0, chunk=1024, entropy=False):
 
     def head(x, target):
         logits = model.lm_head(x)                                      # (chunk, V), float32 from the next line on
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if temperature != 1: logits = logits / temperature             # a copy of the largest tensor: not for nothing
         logp = -F.cross_entropy(logits, target, reduction="none")
         if not entropy: return logp, logp.detach()
         with torch.no_grad(): return logp, torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
@@ -438,6 +494,27 @@ def logprobs(model, forest, temperature=1.0, chunk=1024, entropy=False):
     parts = [checkpoint(head, x, t, use_reentrant=False) for x, t in zip(h.split(chunk), forest.tgt.split(chunk))]
     logp, entropies = (torch.cat(p) for p in zip(*parts))
     return (logp, entropies) if entropy else logp
+
+
+def check_packing(logprobs, parameters, paths, scored, budget):
+    """Self-check of a batch: the first paths of at most `budget` tokens in all (two at least) as a pack, against the
+    same with share=False.  logprobs: forest -> (N,), as training calls it (under FSDP: on every rank).  -> greatest
+    |difference| of the log-probabilities, and of the gradient, relative (of this rank's shards).  Each term has its
+    own weight, so that no two errors cancel.  Gradients must be None or zero before, and are None after."""
+    order, parameters = dfs(paths)[0], list(parameters)
+    chosen = order[:max(2, sum(n <= budget for n in np.cumsum([len(paths[i]) for i in order])))]
+    results = []
+    for share in (True, False):
+        forest = pack([paths[i] for i in chosen], [scored[i] for i in chosen], share).to(parameters[0].device)
+        logp = logprobs(forest)[torch.cat(forest.where)]
+        (logp * torch.arange(len(logp), device=logp.device).cos()).sum().backward()
+        grads = [p.grad for p in parameters if p.grad is not None]
+        results.append((logp.detach(), [g.to_local() if hasattr(g, "to_local") else g for g in grads]))
+        for p in parameters: p.grad = None
+    (logp, grads), (flat_logp, flat_grads) = results
+    norm = lambda tensors: math.hypot(*(t.double().norm().item() for t in tensors))
+    return (logp - flat_logp).abs().max().item(), (
+        norm(a - b for a, b in zip(grads, flat_grads)) / max(norm(flat_grads), 1e-30))
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

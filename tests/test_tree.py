@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from algos import grpo_loss, token_weights
-from tree import Call, Rollout, build, call_line, encode, lcp, logprobs, main, pack, parse, read, split
+from tree import (Call, Rollout, block_mask, build, call_line, check_packing, encode, lcp, logprobs, main, pack, parse,
+                  read, split, why_flat)
 
 IDS = lambda low, high: st.lists(st.integers(0, 2), min_size=low, max_size=high)      # three tokens: they collide often
 quick = settings(max_examples=150, deadline=None)
@@ -126,6 +127,30 @@ def test_read_ignores_a_torn_last_line_and_names_any_other_bad_one(tmp_path):
     with pytest.raises(ValueError, match="empty"): read(path)
 
 
+def test_routing_travels_with_its_tokens(tmp_path):
+    """Catches: rows of another call's tokens, one token with two records on two paths, records that repeat a prefix,
+    the last sampled token (which only the next call runs) taken as known."""
+    random = np.random.default_rng(0)
+    calls = [call(0, [1, 2, 3], [4, 5]), call(1, [1, 2, 3, 4, 5, 6], [7]), call(2, [1, 2, 9], [8, 8]),
+             call(3, [1, 2, 3, 4, 5, 6], [], finish="abort"), call(4, [1, 2, 3, 4, 5, 6, 7, 6], [5])]
+    for c in calls:
+        if c.finish != "abort": c.routing = random.integers(0, 300, (len(c.ids) - 1, 2, 3)).astype(np.int16)
+    ran = [None if c.routing is None else c.routing.copy() for c in calls]
+    lines = write(tmp_path / "r.jsonl", rollout_of(calls))
+    back = read(tmp_path / "r.jsonl")
+    assert back.calls[3].routing is None and "routing" not in lines[4]
+    want = {0: ran[0], 1: np.concatenate([ran[0], ran[1][4:]]), 2: np.concatenate([ran[0][:2], ran[2][2:]]),
+            4: np.concatenate([ran[0], ran[1][4:], ran[4][6:]])}
+    for i, rows in want.items():
+        assert np.array_equal(back.calls[i].routing, rows) and np.array_equal(calls[i].routing, rows)
+    tree = build(back)
+    assert [len(p) - 1 for p in tree.paths] == [len(r) for r in tree.routing]
+    assert np.array_equal(tree.routing[0][:2], tree.routing[1][:2]) and len(tree.routing) == 2
+    lines[2]["routing"][2] = lines[1]["routing"][2]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="bad.jsonl:3: .*routing"): read(tmp_path / "bad.jsonl")
+
+
 # ---- the tree
 
 def tokens(tree):
@@ -191,6 +216,35 @@ def test_a_superseded_retry_changes_nothing(rollout, sampled, data):
     after = build(rollout_of(rollout.calls + [retry]))
     assert tokens(after) == tokens(tree) and after.paths == tree.paths
     assert after.left_out.get("superseded", 0) == tree.left_out.get("superseded", 0) + 1
+
+
+@quick
+@given(rollouts(), st.data())
+def test_a_dead_branch_or_an_untrained_call_changes_nothing(rollout, data):
+    """Catches: an aborted answer or another kind's call in the loss, a fork that cuts a path or doubles its tokens."""
+    tree = build(rollout)
+    base = data.draw(st.sampled_from(rollout.calls)).ids
+    prompt = base[:data.draw(st.integers(0, len(base)))] + data.draw(IDS(1, 3))
+    assume(not any(c.sampled_ids and prompt[:len(c.ids)] == c.ids for c in rollout.calls))   # what goes on is not dead
+    kind, finish = data.draw(st.sampled_from([("main", "abort"), ("main", "error"), ("subagent", "stop")]))
+    extra = call(len(rollout.calls), prompt, data.draw(IDS(1, 3)), kind, finish)
+    assume(not any(c.prompt_ids[:len(extra.ids)] == extra.ids for c in rollout.calls))       # nor what was gone on from
+    after = build(rollout_of(rollout.calls + [extra]))
+    assert tokens(after) == tokens(tree) and after.paths == tree.paths
+    assert sum(after.left_out.values()) == sum(tree.left_out.values()) + 1
+
+
+@quick
+@given(rollouts(), rollouts())
+def test_rollouts_share_computation_but_no_loss_terms(one, two):
+    """Catches: a pack of several rollouts that computes a token twice, or lets one term stand for two rollouts."""
+    trees = build(one), build(two)
+    paths, scored = [p for t in trees for p in t.paths], [s for t in trees for s in t.trained]
+    assume(paths)
+    forest = pack(paths, scored)
+    assert len(forest.ids) == len({tuple(p[:n]) for p in paths for n in range(1, len(p) + 1)})
+    assert len(forest.src) == len({tuple(p[:t + 1]) for p, at in zip(paths, scored) for t in at})
+    assert sum(map(len, forest.where)) == sum(t.num_trained for t in trees)
 
 
 def test_an_empty_aborted_call_supersedes_nothing():
@@ -278,6 +332,29 @@ def test_a_pack_is_its_paths(seed, share):
     assert torch.equal(covered, sees)
 
 
+@pytest.mark.parametrize("window", [None, 70, 300])
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_of_the_gpu_mask_are_the_rule(seed, window):
+    """Catches: a block that the kernel skips though a pair in it is visible, or takes whole though one is not."""
+    random = np.random.default_rng(seed)
+    new = lambda: random.integers(0, 99, random.choice([127, 128, 129, 255, 256, 257])).tolist()      # at blocks' edges
+    paths = [new()]
+    while len(paths) < 8: paths.append(paths[random.integers(len(paths))][:len(new())] + new())
+    f = pack(paths, [[]] * 8)
+    num, at = len(f.ids) // 128, torch.arange(len(f.ids) // 128 * 128)
+    last, pos = f.last[:len(at)], f.pos[:len(at)]
+    mask = block_mask(last, pos, window)
+    sees = (at <= at[:, None]) & (at[:, None] < last) & (pos[:, None] - pos < (window or len(at)))
+    assert torch.equal(mask.mask_mod(0, 0, at[:, None], at[None]), sees)
+    blocks = sees.view(num, 128, num, 128).transpose(1, 2).flatten(2)                      # (queries, keys, pairs)
+    part, full = torch.zeros(2, num, num, dtype=torch.bool)
+    for listed, count, index in ((part, mask.kv_num_blocks, mask.kv_indices),
+                                 (full, mask.full_kv_num_blocks, mask.full_kv_indices)):
+        for row, n, i in zip(listed, count[0, 0], index[0, 0]): row[i[:n].long()] = True
+    assert not (part & full).any() and (full <= blocks.all(-1)).all() and (blocks.any(-1) <= part | full).all()
+    assert window or torch.equal(full, blocks.all(-1)) and torch.equal(part | full, blocks.any(-1))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_split_covers_each_path_once_within_the_budget(seed):
     """Catches: lost or doubled paths, budgets overrun by groups that could be cut, rollouts cut though told not to."""
@@ -300,25 +377,48 @@ def test_split_covers_each_path_once_within_the_budget(seed):
 
 SMALL = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=128, attn_implementation="sdpa")
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8,
+               experts_implementation="eager")
 CONFIGS = {"llama": lambda: LlamaConfig(**SMALL), "qwen3": lambda: Qwen3Config(**SMALL, head_dim=8),
-           "mistral": lambda: MistralConfig(**SMALL, sliding_window=4)}
+           "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS),
+           "mistral": lambda: MistralConfig(**SMALL, sliding_window=4),
+           "qwen3_next": lambda: Qwen3NextConfig(
+               **SMALL, **EXPERTS, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+               linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+               shared_expert_intermediate_size=8)}
 
 
-def model_of(name, dtype=torch.float64):
-    """A tiny model whose norms keep float64 (transformers' own round to float32, which hides errors below 1e-7)."""
+class Router(torch.nn.Module):
+    """Top-k of the softmax, renormalised, in the dtype of its input."""
+    def __init__(self, theirs):
+        super().__init__()
+        self.weight, self.top_k = theirs.weight, theirs.top_k
+
+    def forward(self, x):
+        logits = x.reshape(-1, x.shape[-1]) @ self.weight.T
+        value, index = logits.softmax(-1).topk(self.top_k, -1)
+        return logits, value / value.sum(-1, keepdim=True), index
+
+
+def model_of(name, dtype=torch.float64, device="cpu", **sizes):
+    """A tiny model whose norms and routers keep float64 (transformers' own round to float32, which hides errors below
+    1e-7)."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype)
+    config = CONFIGS[name]()
+    config.update(sizes)
+    model = AutoModelForCausalLM.from_config(config).to(device, dtype)
     for parent in list(model.modules()):
         for key, m in list(parent.named_children()):
-            if type(m).__name__.endswith("RMSNorm"):
-                setattr(parent, key, torch.nn.RMSNorm(len(m.weight), m.variance_epsilon, dtype=dtype))
+            if type(m).__name__ in ("LlamaRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm", "MistralRMSNorm"):
+                setattr(parent, key, torch.nn.RMSNorm(len(m.weight), m.variance_epsilon).to(device, dtype))
+            if type(m).__name__ == "Qwen3MoeTopKRouter": setattr(parent, key, Router(m))
     for p in model.parameters(): p.data = torch.randn_like(p) * 0.3
     return model
 
 
 def plain_logp(model, path, at, temperature=1.0):
     """What one path scores by itself, through the model's own forward."""
-    logits = model(torch.tensor([path]), use_cache=False).logits[0] / temperature
+    logits = model(torch.tensor([path], device=model.device), use_cache=False).logits[0] / temperature
     return logits.log_softmax(-1)[torch.as_tensor(at) - 1, torch.as_tensor(path)[at]]
 
 
@@ -333,27 +433,74 @@ def batch_loss(logps, rollout, which, old):
     return grpo_loss(torch.cat(logps), old, cat(adv), torch.ones_like(old), cat(norm), ids, 3.0)[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("share,budget", [(True, 10**6), (True, 20), (False, 30)])
-def test_gradients_of_packed_micro_batches_are_those_of_separate_paths(name, share, budget):
+def gradient(model, loss_of, checkpointed=False):
+    """All gradients of the sum of losses that loss_of(model) yields, as one vector."""
+    model.zero_grad()
+    model.train(checkpointed)
+    if checkpointed: model.gradient_checkpointing_enable()
+    else: model.gradient_checkpointing_disable()
+    for loss in loss_of(model): loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name,dtype,num,bound", [
+    ("llama", torch.float64, 50, 1e-12), ("qwen3", torch.float64, 50, 1e-12), ("qwen3_moe", torch.float64, 50, 1e-12),
+    ("llama", torch.float32, 5, 1e-5), ("qwen3", torch.float32, 5, 1e-5)])
+def test_gradients_of_packed_micro_batches_are_those_of_separate_paths(name, dtype, num, bound):
     """Catches: any leak between branches, a wrong merge of the attention's parts or their backward, a shared token
-    counted once where it stands in two rollouts, terms lost at a micro-batch's edge."""
-    model = model_of(name)
-    random = np.random.default_rng(len(name) + budget)
-    for _ in range(3):
-        paths, scored = random_paths(random, 9)
-        rollout = random.integers(0, 3, 9).tolist()
-        with torch.no_grad(): old = [plain_logp(model, p, at) + torch.from_numpy(random.normal(0, 0.2, len(at)))
-                                     for p, at in zip(paths, scored)]
-        separate = copy.deepcopy(model)
-        batch_loss([plain_logp(separate, p, at) for p, at in zip(paths, scored)], rollout, range(9), old).backward()
-        packed = copy.deepcopy(model)
-        for group in split(paths, budget):
-            forest = pack([paths[i] for i in group], [scored[i] for i in group], share)
-            logp = logprobs(packed, forest, chunk=5)
-            batch_loss([logp[w] for w in forest.where], rollout, group, old).backward()
-        for (key, a), b in zip(separate.named_parameters(), packed.parameters()):
-            assert (a.grad - b.grad).abs().max() <= 1e-12 * max(1, a.grad.abs().max()), key
+    counted once where it stands in two rollouts, terms lost at a micro-batch's edge, layers recomputed with another
+    attention, tokens routed with their neighbours' experts.  Relative error of the whole gradient of a clipped loss."""
+    model, random = model_of(name, dtype), np.random.default_rng(len(name))
+    clipped = 0
+    for i in range(num):
+        paths, scored = random_paths(random, 5)
+        rollout = random.integers(0, 3, len(paths)).tolist()
+        model.set_attn_implementation("sdpa")
+        with torch.no_grad(): logp = [plain_logp(model, p, at) for p, at in zip(paths, scored)]
+        old = [x + torch.from_numpy(random.normal(0, 0.2, len(x))).to(dtype) for x in logp]
+        clipped += sum(((x - o).exp() - 1).abs().gt(0.2).sum() for x, o in zip(logp, old))
+
+        def separate(model):
+            logp = [plain_logp(model, p, at) for p, at in zip(paths, scored)]
+            yield batch_loss(logp, rollout, range(len(paths)), old)
+
+        def packed(budget, share):
+            def losses(model):
+                for group in split(paths, budget):
+                    forest = pack([paths[i] for i in group], [scored[i] for i in group], share)
+                    logp = logprobs(model, forest, chunk=5)
+                    yield batch_loss([logp[w] for w in forest.where], rollout, group, old)
+            return losses
+        want = gradient(model, separate)
+        for budget, share, checkpointed in ((10**6, True, False), (10**6, True, True), (12, True, False),
+                                            (12, True, True), (30, False, False))[:4 if i % 5 else 5]:
+            got = gradient(model, packed(budget, share), checkpointed)
+            assert (got - want).norm() <= bound * want.norm(), (budget, share, checkpointed)
+    assert clipped
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_gradients_on_a_gpu(name, head_dim, device="cuda"):
+    """Catches: a mask function that the compiler does not trace, blocks that the kernel skips, padding rows that are
+    seen, windows ignored, dense attention past the limit of recompilations, TF32."""
+    model, random = model_of(name, torch.float32, device, head_dim=head_dim), np.random.default_rng(head_dim)
+    for num in (7, 60, 150):                                           # 30 to 700 tokens
+        paths, scored = random_paths(random, num)
+        weigh = lambda x, i: (x * (torch.arange(len(x), device=x.device) + i).cos()).sum()
+
+        def separate(model):
+            for i, (p, at) in enumerate(zip(paths, scored)): yield weigh(plain_logp(model, p, at), i)
+
+        def packed(model):
+            forest = pack(paths, scored).to(device)
+            logp = logprobs(model, forest, chunk=100)
+            yield sum(weigh(logp[w], i) for i, w in enumerate(forest.where))
+        model.set_attn_implementation("sdpa")
+        want = gradient(model, separate)
+        for checkpointed in (False, True):
+            assert (gradient(model, packed, checkpointed) - want).norm() <= 1e-5 * want.norm(), (num, checkpointed)
 
 
 def test_temperature_and_entropy_by_hand():
@@ -391,15 +538,51 @@ def test_other_precisions_and_checkpointing(how):
     assert (a - b).norm() < 2 * near * a.norm()
 
 
-def test_sliding_windows_need_share_false_and_are_then_right():
-    """Catches: windows ignored in silence, a flat pack in which one path's state reaches the next."""
-    model = model_of("mistral")
+@pytest.mark.parametrize("name,kind", [("mistral", "sliding_attention"), ("qwen3_next", "linear_attention")])
+def test_layers_that_cannot_share_need_share_false_and_are_then_right(name, kind):
+    """Catches: windows ignored in silence; a flat pack in which one path's state reaches the next, as it does where a
+    linear-attention layer ignores the borders of sequences: its gradient would be wrong by the half."""
+    model = model_of(name)
     paths, scored = random_paths(np.random.default_rng(6))
-    with pytest.raises(AssertionError, match="sliding_attention.*share=False"): logprobs(model, pack(paths, scored))
-    forest = pack(paths, scored, share=False)
-    logp = logprobs(model, forest)
-    for p, at, w in zip(paths, scored, forest.where):
-        assert torch.allclose(logp[w], plain_logp(model, p, at), atol=1e-12)
+    assert kind in why_flat(model)
+    with pytest.raises(AssertionError, match=f"{kind}.*share=False"): logprobs(model, pack(paths, scored))
+
+    def separate(model):
+        for p, at in zip(paths, scored): yield plain_logp(model, p, at).sum()
+
+    def flat(model):
+        forest = pack(paths, scored, share=False)
+        yield logprobs(model, forest)[torch.cat(forest.where)].sum()
+    want, got = gradient(model, separate), gradient(model, flat)
+    assert (got - want).norm() <= (1e-12 if name == "mistral" else 1e-5) * want.norm()     # its norms are in float32
+
+
+def test_why_flat_is_told_from_the_model():
+    """Catches: a hybrid or a model with a balancing loss packed as if its prefixes could be shared, and full attention
+    held back."""
+    assert why_flat(model_of("llama")) is why_flat(model_of("qwen3")) is why_flat(model_of("qwen3_moe")) is None
+    model = model_of("qwen3_moe")
+    model.config.output_router_logits = True
+    assert "balancing" in why_flat(model)
+    paths, scored = random_paths(np.random.default_rng(6))
+    with pytest.raises(AssertionError, match="balancing.*share=False"): logprobs(model, pack(paths, scored))
+    assert logprobs(model, pack(paths, scored, share=False)).isfinite().all()
+
+
+def test_the_self_check_tells_a_right_pack_from_a_leaking_one():
+    """Catches: a check that compares the pack with itself, whose errors cancel, or that leaves gradients behind."""
+    model = model_of("llama")
+    paths, scored = random_paths(np.random.default_rng(8))
+    check = lambda run: check_packing(run, model.parameters(), paths, scored, 10**6)
+    assert max(check(lambda f: logprobs(model, f))) < 1e-13 and all(p.grad is None for p in model.parameters())
+
+    def leaking(forest):                                   # the last node sees the one before it too
+        *nodes, (s, e, l), (s2, e2, l2) = forest.nodes
+        return logprobs(model, replace(forest, nodes=[*nodes, (s, e, e2), (s2, e2, l2)]))
+    assert min(check(leaking)) > 1e-3
+    seen = []
+    check_packing(lambda f: seen.append(len(f.where)) or logprobs(model, f), model.parameters(), paths, scored, 1)
+    assert seen == [2, 2]
 
 
 def test_a_pack_without_scores_still_reaches_every_parameter():
