@@ -172,7 +172,10 @@ class Runner:
                 box.put(task.path / "solution", "/solution")
                 argv, env = ["bash", "/solution/solve.sh"], {}
             elif job.harness == "nop": argv, env = ["true"], {}
-            else: argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction}
+            else:
+                context_tokens = self.proxy.engine.model_config.max_model_len
+                argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction,
+                                                         "CONTEXT_TOKENS": str(context_tokens)}
             result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log)
             if session: self.proxy.end_session(session)
             if session and self.proxy.engine.errored:
