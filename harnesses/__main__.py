@@ -23,7 +23,7 @@ if args.what == "build":
 if args.what == "check":
     failed = []
     for harness in (harness for harness in chosen if harness.version):
-        wanted = harness.package.replace("==", "@").rpartition("@")[2]
+        wanted = harness.package.replace("==", "@").rpartition("@")[2].partition("-")[0]
         with sandbox.SANDBOXES[sandbox.choose()](sandbox.Environment("host"), run_id="check", name=harness.name,
                                                  runtimes=harness.mounts()) as box:
             result = box.exec(harness.version, timeout_s=120)
