@@ -14,7 +14,7 @@ import proxy
 import rollout
 
 CONTEXT_TOKENS = 131072
-LIGHT, HEAVY = ("pi", "codex", "claude_code"), ()
+LIGHT, HEAVY = ("pi", "codex", "claude_code", "opencode"), ()
 COMMANDS = ["cat here.txt && echo \"größe: ✓ 'a' \\\\ $((1 + 1))\" > out.txt", "test -z \"$INSTRUCTION\" && env > /tmp/env; cat out.txt"]
 TEST = """
 if [ "$(ls -A /app | tr '\\n' ' ')" = "here.txt out.txt " ] && [ "$(cat /app/out.txt)" = "größe: ✓ 'a' \\\\ 2" ]
