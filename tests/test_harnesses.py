@@ -14,7 +14,7 @@ import proxy
 import rollout
 
 CONTEXT_TOKENS = 131072
-LIGHT, HEAVY = ("pi", "codex", "claude_code", "opencode"), ()
+LIGHT, HEAVY = ("pi", "codex", "claude_code", "opencode", "qwen_code"), ()
 COMMANDS = ["cat here.txt && echo \"größe: ✓ 'a' \\\\ $((1 + 1))\" > out.txt", "test -z \"$INSTRUCTION\" && env > /tmp/env; cat out.txt"]
 TEST = """
 if [ "$(ls -A /app | tr '\\n' ' ')" = "here.txt out.txt " ] && [ "$(cat /app/out.txt)" = "größe: ✓ 'a' \\\\ 2" ]
