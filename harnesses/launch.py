@@ -18,7 +18,7 @@ def main(files: dict[str, str], command: list[str]):
     with open("/proc/self/environ", "rb") as file:  # os.environ has the LC_CTYPE that Python sets for itself
         env = dict(os.fsdecode(pair).split("=", 1) for pair in file.read().split(b"\0") if b"=" in pair)
     workdir, context_tokens = os.getcwd(), int(env.pop("CONTEXT_TOKENS", 65536))
-    place = next((place for place in ("/tmp", "/var/tmp") if os.access(place, os.W_OK)
+    place = next((place for place in ("/var/tmp", "/tmp") if os.access(place, os.W_OK)
                   and not f"{place}/".startswith(f"{workdir.rstrip('/')}/")), "/dev/shm")
     values = {"STATE": tempfile.mkdtemp(prefix="harness-", dir=place), "WORKDIR": workdir,
               "INSTRUCTION": env.pop("INSTRUCTION"), "CONTEXT_TOKENS": context_tokens,
