@@ -1,5 +1,6 @@
 """The commands of `python -m harnesses`; see the docstring of the package."""
 import argparse
+import re
 import sys
 import time
 
@@ -23,7 +24,7 @@ if args.what == "build":
 if args.what == "check":
     failed = []
     for harness in (harness for harness in chosen if harness.version):
-        wanted = harness.package.replace("==", "@").rpartition("@")[2].partition("-")[0]
+        wanted = re.search(r"(==|@)(\d[\d.]*)", harness.package)[2]
         with sandbox.SANDBOXES[sandbox.choose()](sandbox.Environment("host"), run_id="check", name=harness.name,
                                                  runtimes=harness.mounts()) as box:
             result = box.exec(harness.version, timeout_s=120)

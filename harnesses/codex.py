@@ -1,8 +1,9 @@
-"""Codex CLI 0.171.0: a static binary (any Linux image); OpenAI responses, streamed, about 10k tokens of prompt, 9 tools.
+"""Codex CLI 0.171.0: a static binary, for any image; OpenAI responses, streamed, about 9k tokens of prompt, 8 tools.
 
 Quirks: the history comes back byte for byte, arguments too; client_metadata changes its key order between attempts.
 A reply cut off by max_tokens, and a full context, end it with status 1. Its stream time limit of 300 s, for which
 comments do not count, is lifted here: a policy that is being updated answers late. Web search is off: it is OpenAI's.
+Its apply_patch is a command on the PATH only where CODEX_HOME is not below /tmp.
 """
 from harnesses import ARCH, MODULES, Harness, launch, tool_calls
 
