@@ -63,7 +63,7 @@ class Harness:
     env: dict[str, str] = field(default_factory=dict)       # beside INSTRUCTION and CONTEXT_TOKENS, which all get
     needs: tuple[str, ...] = ("python",)            # runtimes, keys of PATHS; the code is always mounted
     package: str = ""                               # npm:NAME@VERSION, pip:NAME==VERSION ..., installed at APP
-    memory_mb: int = 0                              # what it takes itself, on top of the task's limit
+    memory_mb: int = 0                              # on top of the task's; bubblewrap counts what is reserved, too
     version: tuple[str, ...] = ()                   # argv that prints the version, for check
     overlong_exit: int | None = None                # exit status that means: out of turns, no final answer
     demonstrate: Callable[[list[str]], list[str]] | None = None     # commands -> the texts a policy samples to run them

@@ -21,7 +21,7 @@ HARNESS = Harness(
          "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_TELEMETRY": "1", "DISABLE_ERROR_REPORTING": "1",
          "DISABLE_AUTOUPDATER": "1"},
     package=f"npm:@anthropic-ai/claude-code-linux-{ARCH}@2.1.332",
-    memory_mb=1024,
+    memory_mb=4096,
     version=(BINARY, "--version"),
     demonstrate=tool_calls("Bash", "command"),
 )

@@ -24,7 +24,7 @@ HARNESS = Harness(
          "XDG_CACHE_HOME": "@STATE@/cache", "OPENCLAW_SKIP_CHANNELS": "1", "OPENCLAW_SKIP_CRON": "1"},
     needs=("python", "node"),
     package="npm:openclaw@2026.9.6",
-    memory_mb=3072,
+    memory_mb=6144,
     version=(NODE, CLI, "--version"),
     demonstrate=tool_calls("exec", "command"),
 )

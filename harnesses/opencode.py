@@ -28,7 +28,7 @@ HARNESS = Harness(
          "XDG_STATE_HOME": "@STATE@/state", "OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1",
          "OPENCODE_DISABLE_LSP_DOWNLOAD": "1", "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1"},
     package=f"npm:opencode-linux-{ARCH}@1.18.33",
-    memory_mb=2048,
+    memory_mb=6144,
     version=(BINARY, "--version"),
     demonstrate=tool_calls("bash", "command"),
 )

@@ -21,7 +21,7 @@ HARNESS = Harness(
     env={"PI_CODING_AGENT_DIR": "@STATE@", "PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"},
     needs=("python", "node"),
     package="npm:@earendil-works/pi-coding-agent@1.6.0",
-    memory_mb=512,
+    memory_mb=1024,
     version=(NODE, CLI, "--version"),
     demonstrate=tool_calls("bash", "command"),
 )

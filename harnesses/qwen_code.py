@@ -23,7 +23,7 @@ HARNESS = Harness(
          "QWEN_STREAM_IDLE_TIMEOUT_MS": "36000000", "QWEN_STREAM_MAX_LIFETIME_MS": "36000000"},
     needs=("python", "node"),
     package="npm:@qwen-code/qwen-code@0.24.4",
-    memory_mb=2560,
+    memory_mb=3072,
     version=(NODE, CLI, "--version"),
     demonstrate=tool_calls("run_shell_command", "command", is_background=False),
 )
