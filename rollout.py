@@ -156,9 +156,9 @@ class Runner:
         task, lap = job.task, time.perf_counter()
         harness = harnesses.load(job.harness) if session else None
 
-        def make(stage, **kw):
-            box = sandbox.SANDBOXES[self.kind](task.env, run_id=self.run_id, name=f"{job.id}.{stage}",
-                                               **task.limits, **kw)
+        def make(stage, memory_mb=0, **kw):     # memory: a harness's own need is no part of the task's limit
+            limits = task.limits | {"memory_mb": task.limits["memory_mb"] + memory_mb}
+            box = sandbox.SANDBOXES[self.kind](task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits, **kw)
             self.boxes.append(box)
             if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
             return box
@@ -167,14 +167,17 @@ class Runner:
             nonlocal lap
             seconds[stage], lap = round(time.perf_counter() - lap, 4), time.perf_counter()
 
-        with make("agent", runtimes=harness.mounts() if harness else {},
+        with make("agent", harness.memory_mb if harness else 0, runtimes=harness.mounts() if harness else {},
                   socket=session.address if session else None) as box:
             took("start")
             if job.harness == "oracle":
                 box.put(task.path / "solution", "/solution")
                 argv, env = ["bash", "/solution/solve.sh"], {}
             elif job.harness == "nop": argv, env = ["true"], {}
-            else: argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction}
+            else:
+                context_tokens = self.proxy.engine.model_config.max_model_len
+                argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction,
+                                                         "CONTEXT_TOKENS": str(context_tokens)}
             result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log)
             if session: self.proxy.end_session(session)
             if session and self.proxy.engine.errored:

@@ -1,16 +1,34 @@
 """The commands of `python -m harnesses`; see the docstring of the package."""
+import argparse
+import re
 import sys
 import time
 
-from harnesses import PATHS, names, runtime
+import sandbox
+from harnesses import PACKAGES, load, names, runtime
 
-if sys.argv[1:] == ["list"]:
-    print("\n".join(names()))
-elif sys.argv[1:] == ["build"]:
-    for need in PATHS:
+parser = argparse.ArgumentParser(prog="python -m harnesses", allow_abbrev=False)
+parser.add_argument("what", choices=("list", "build", "check"))
+parser.add_argument("name", nargs="*", help="harnesses; none = all")
+args = parser.parse_args()
+chosen = [load(name) for name in args.name or names()]
+if args.what == "list":
+    for harness in chosen:
+        print(harness.name, harness.package)
+if args.what == "build":
+    for need in dict.fromkeys(need for harness in chosen for need in (*harness.needs, harness.package) if need):
         started = time.monotonic()
         folder = runtime(need)
         size_mb = sum(path.lstat().st_size for path in folder.rglob("*")) / 1e6
-        print(f"{need} {folder} {size_mb:.0f} MB {time.monotonic() - started:.1f} s")
-else:
-    sys.exit("usage: python -m harnesses list | build")
+        print(f"{PACKAGES.get(need, need)} {folder} {size_mb:.0f} MB {time.monotonic() - started:.1f} s", flush=True)
+if args.what == "check":
+    failed = []
+    for harness in (harness for harness in chosen if harness.version):
+        wanted = re.search(r"(==|@)(\d[\d.]*)", harness.package)[2]
+        with sandbox.SANDBOXES[sandbox.choose()](sandbox.Environment("host"), run_id="check", name=harness.name,
+                                                 runtimes=harness.mounts()) as box:
+            result = box.exec(harness.version, timeout_s=120)
+        is_right = result.exit_code == 0 and wanted in result.output
+        print(f"{harness.name} {wanted} {'ok' if is_right else f'FAILED: {result}'}", flush=True)
+        failed += [] if is_right else [harness.name]
+    sys.exit(bool(failed))

@@ -17,7 +17,8 @@ import sys
 import time
 
 SYSTEM = "You work in a Linux shell. Reply with one bash command and nothing else. When the task is done, reply DONE."
-OWN = ("INSTRUCTION", "OPENAI_BASE_URL", "MAX_TURNS", "MAX_TOKENS", "COMMAND_TIMEOUT_S")    # kept from the commands
+# kept from the commands
+OWN = ("INSTRUCTION", "CONTEXT_TOKENS", "OPENAI_BASE_URL", "MAX_TURNS", "MAX_TOKENS", "COMMAND_TIMEOUT_S")
 SHOWN_CHARS = 600
 
 

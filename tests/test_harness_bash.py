@@ -236,7 +236,7 @@ def test_load():
 def test_concurrent_builds_leave_one_runtime(tmp_path):
     """Would catch ranks that start together and use a half-copied runtime, or fail because it is there already."""
     env = {**os.environ, "HARNESS_RL_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "harnesses", "build"]
+    command = [sys.executable, "-m", "harnesses", "build", "bash"]
     builds = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     lines = [build.communicate()[0].splitlines()[0] for build in builds]
     folder, = tmp_path.iterdir()
