@@ -9,18 +9,22 @@ import hashlib, json, re
 import tree
 
 GRAFTS = "off", "exact", "canonical", "full"
-THOUGHT = re.compile(r"(?s)^\s*(<think>)?.*?</think>")
 
 
 def meaning(text: str) -> str:
-    """A turn's text without what harnesses lose: outer white space, that around the end of a thought, and the spacing,
-    escapes and key order of JSON in tool calls."""
-    def call(match):
-        try: return json.dumps(json.loads(match[1]), sort_keys=True)
-        except (ValueError, RecursionError): return match[1]
-    text = re.sub(r"\s*</think>\s*", "</think>", text)
-    return re.sub(r"(?s)\s*<tool_call>(.*?)</tool_call>\s*", lambda m: f"<tool_call>{call(m)}</tool_call>",
-                  text).strip()
+    """A turn's text without what harnesses lose: outer white space, that around the marks of a thought, and the
+    spacing, escapes, key order and 1.0 for 1 of JSON in tool calls. Linear: a policy may say a mark or a line feed
+    30,000 times, and no pattern may then try each of them against all behind it."""
+    def spelt(call):
+        number = lambda x: int(float(x)) if float(x).is_integer() else float(x)
+        try: return json.dumps(json.loads(call, parse_float=number), sort_keys=True)
+        except (ValueError, RecursionError): return call.strip()
+    for mark in ("<think>", "</think>"): text = mark.join(map(str.strip, text.split(mark)))
+    first, *rest = text.split("<tool_call>")
+    parts = [first.strip()]
+    for call, end, after in (piece.partition("</tool_call>") for piece in rest):
+        parts.append((spelt(call) if end else call.strip()) + end + after.strip())
+    return "<tool_call>".join(parts)
 
 
 def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode, mode: str) -> tuple:
@@ -45,9 +49,11 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
         return len(ids) - (c.prompt_ids[len(ids) - 1:len(ids)] != ids[-1:])
 
     best, position, keep, nearest, cause = None, 0, 0, -1, None
-    # most renderings begin with that of the latest call: what came before it need not be compared again
-    known = max((c for c in calls if template_ids[:len(c.template_ids)] == c.template_ids),
-                key=lambda c: (len(c.template_ids), c.id), default=None)
+    # most renderings begin with that of the latest call: what came before it need not be compared again. The last
+    # tokens alone tell most others apart
+    begins = lambda ids: template_ids[len(ids) - 16:len(ids)] == ids[-16:] and template_ids[:len(ids)] == ids
+    latest = sorted(calls, key=lambda c: (len(c.template_ids), c.id), reverse=True)
+    known = next((c for c in latest if begins(c.template_ids)), None)
     if known is not None:
         best, keep = by_id.get(continues.get(known.id)), taken(known)
         position = len(known.template_ids) - len(known.prompt_ids) + keep
@@ -82,7 +88,7 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
 def compare(opening: str, got: str, meant: str):
     """How a turn that came back relates to what was sampled behind `opening`: retokenised (same text), respelt (same
     meaning), thinking_dropped, tool_call_rewritten, history_edited; None: no turn of the policy."""
-    plain = lambda text: meaning(THOUGHT.sub("", text, count=1))
+    plain = lambda text: meaning(text.split("</think>", 1)[-1])
     is_turn = got.startswith(opening)
     if got == meant: return "retokenised"
     if is_turn and meaning(got[len(opening):]) == meaning(meant[len(opening):]): return "respelt"
@@ -105,11 +111,14 @@ def digest(x) -> str:
     return hashlib.sha256(json.dumps(x, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def outline(messages) -> list:
-    plain = lambda m: m if isinstance(m, dict) else getattr(m, "__dict__", str(m))
+def outline(messages, known: dict) -> list:
+    """(role, hash, hash without digits) of each message. known: hash -> such a row; new ones are entered."""
     def row(m):
-        text = re.sub(r"[0-9a-f]{6,}|\d+", "0", text_of(m))
-        return role_of(m), digest(plain(m)), digest([role_of(m), text])
+        exact = digest(m if isinstance(m, dict) else getattr(m, "__dict__", str(m)))
+        if exact not in known:
+            text = re.sub(r"[0-9a-f]{6,}|\d+", "0", text_of(m))
+            known[exact] = role_of(m), exact, digest([role_of(m), text])
+        return known[exact]
     return [row(m) for m in messages]
 
 
@@ -123,49 +132,66 @@ def with_tails(messages: list, tails: dict) -> list:
     is_tail = role_of(last) == "user" and text_of(last).startswith(TAIL)
     if not is_tail: history = messages
     out, before = [], ""
-    for m, row in zip(history, outline(history)):
+    for m, row in zip(history, outline(history, {})):
         before = digest([before, row])
         out += [m, tails[before]] if before in tails and m is not history[-1] else [m]
     if is_tail: tails[before] = last
     return out + [last] * is_tail
 
 
-def quotes(messages: list, call, reply: str) -> bool:
-    """Does a later, shorter history hold this reply outside the policy's own turns? Then the reply was a summary."""
-    if call.kind != "side" and (call.kind != "main" or len(messages) > len(call.outline)): return False
-    reply = re.sub(r"(?s)<analysis>.*?</analysis>|</?summary>", "", reply).strip()
-    mark = max(reply.splitlines(), key=len, default="").strip()
-    return any(len(mark) >= 20 and mark in text_of(m) if role_of(m) != "assistant" else
-               call.kind == "side" and reply == text_of(m).strip() for m in messages)
+def quotes(messages: list, call, earlier, reply) -> bool:
+    """Does this later, shorter history hold an earlier reply outside the policy's own turns, in a message that the
+    policy had not seen when it said so? Then the reply was a summary. All its longer lines must stand there: one of
+    them may well come back in what a command printed. reply: () -> text."""
+    if earlier.kind != "side" and (earlier.kind != "main" or len(messages) > len(earlier.outline)): return False
+    text = re.sub("</?summary>", "", reply().split("</analysis>")[-1]).strip()
+    lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= 20]
+    seen = {row[1] for row in earlier.outline}
+    new = [(row[0], text_of(m)) for m, row in zip(messages, call.outline) if row[1] not in seen]
+    return any(text == told.strip() if role == "assistant" and earlier.kind == "side" else
+               lines and role not in ("assistant", "tool") and all(line in told for line in lines)
+               for role, told in new)
 
 
 # words by which a harness asks for a summary of the history
-SUMMARISE = re.compile(r"(?s)<analysis>.*<summary>|CONTEXT CHECKPOINT COMPACTION|context summarization agent|"
-                       "component that summarizes|maintaining a context-aware state")
+SUMMARISE = re.compile("CONTEXT CHECKPOINT COMPACTION|context summarization agent|component that summarizes|"
+                       "maintaining a context-aware state")
+
+
+def asks_for_summary(text: str) -> bool:
+    return bool(SUMMARISE.search(text)) or "<summary>" in text.partition("<analysis>")[2]
 
 
 def kind_of(call, session, messages: list) -> str:
-    """The kind of a call that is about to start. From structure:
-    side         no tools, although the session's main calls have some
-    compaction   the same, behind the history of a main call; later calls show others (`quotes`)
-    subagent     its system prompt and its first user message both are new, or are those of an earlier subagent call
-    and before and after that what harnesses say of themselves: headers (subagent) and SUMMARISE."""
-    who = lambda s: (s.opening(("system", "developer")), s.opening(("user",)))
+    """The kind of a call that is about to start. What is called main and is not costs little; what is main and is
+    called otherwise is not trained: in doubt, main. From structure:
+    side         no tools, although the session's main calls have some, and not behind the history of one of them
+    subagent     its system prompt and its first user message are both new (digits apart, and not right after a
+                 compaction), or are those of an earlier subagent call
+    compaction   later calls show it (`quotes`)
+    and before that what harnesses say of themselves: headers (subagent) and the words by which they ask."""
+    who = lambda s: (s.opening(("system", "developer"), 2), s.opening(("user",), 2))
+    roles = lambda s: [row[0] for row in s.outline]
     mains = [s for s in session.seen if s.kind == "main"]
     if call.is_labelled: return "subagent"
     if not mains: return "main"
     if any(s.num_tools for s in mains) and not call.num_tools:
-        goes_on = any("assistant" in [row[0] for row in s.outline] and call.outline[:len(s.outline)] == s.outline
-                      for s in mains)
         asked = [text_of(m) for m in messages if role_of(m) in ("system", "developer")] + [text_of(messages[-1])]
-        return "compaction" if goes_on or any(map(SUMMARISE.search, asked)) else "side"
-    if call.num_tools and not mains[0].num_tools and who(call)[1] != who(mains[0])[1]:    # a title came first
+        if any(map(asks_for_summary, asked)): return "compaction"
+        is_behind = any("assistant" in roles(s) and call.outline[:len(s.outline)] == s.outline for s in mains)
+        return "main" if is_behind else "side"
+    openings = [who(s) for s in mains]
+    is_new = all(a not in known for a, known in zip(who(call), zip(*openings)))
+    if (call.num_tools and not any(s.num_tools or "assistant" in roles(s) for s in mains)
+            and who(call)[1] != openings[0][1]):            # a title came first
         for s in mains: session.retype(s, "side")
         return "main"
-    if who(call) in [who(s) for s in session.seen if s.kind == "subagent"]: return "subagent"
-    if call.num_tools and all(a != b for a, b in zip(who(call), who(mains[0]))): return "subagent"
-    is_asked = "assistant" in [row[0] for row in call.outline] and SUMMARISE.search(text_of(messages[-1]))
-    return "compaction" if is_asked else "main"
+    if who(call) not in openings and who(call) in [who(s) for s in session.seen if s.kind == "subagent"]:
+        return "subagent"
+    latest = next(s.kind for s in reversed(session.seen) if s.kind in ("main", "compaction"))
+    if call.num_tools and is_new and latest == "main": return "subagent"
+    is_asked = role_of(messages[-1]) == "user" and "assistant" in roles(call)
+    return "compaction" if is_asked and asks_for_summary(text_of(messages[-1])) else "main"
 
 
 def cause_of(call, seen: list, cause: str):

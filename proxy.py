@@ -23,6 +23,7 @@ Not covered: a reply that a client lost although its connection had taken all by
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
 import argparse, asyncio, contextvars, functools, hashlib, hmac, itertools, json, math, os, pickle, re, secrets, \
     shlex, shutil, socket, tempfile, threading, time
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,17 +48,17 @@ CACHE = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "har
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
-@dataclass
+@dataclass(eq=False)
 class Pending:
-    """What is known of a call before it is sampled."""
+    """What is known of a call before it is sampled. Token ids are arrays: a tenth of what lists of them take."""
     session: "Session"
     received_s: float
     is_counted: bool = False                                # count_tokens: nothing is sampled
     is_labelled: bool = False                               # the harness's own headers call it a subagent's
     id: int = None                                          # order in which sampling began
     kind: str = "main"
-    template_ids: list = None                               # the prompt as the chat template renders it
-    prompt_ids: list = None                                 # the prompt as the policy sees it
+    template_ids: array = None                              # the prompt as the chat template renders it
+    prompt_ids: array = None                                # the prompt as the policy sees it
     continues: int = None                                   # id of the call whose reply this prompt goes on from
     cause: str = None                          # why this call continues no earlier one (None: it does, or is the first)
     tools: str = None                                       # hash of the tool list
@@ -66,9 +67,9 @@ class Pending:
     max_tokens: int = None                                  # what the harness asked for
     generation: "Generation" = None
 
-    def opening(self, role):
-        """Hash of the first message of one of these roles."""
-        return next((h for r, h, _ in self.outline if r in role), None)
+    def opening(self, roles, column=1):
+        """Hash of the first message of one of these roles (column 2: without its digits)."""
+        return next((row[column] for row in self.outline if row[0] in roles), None)
 
 
 @dataclass
@@ -97,20 +98,22 @@ class Session:
     seen: list = field(default_factory=list)                # Pending of each call, in order of arrival
     num_started: int = 0                                    # calls whose sampling began
     running: set = field(default_factory=set)               # tasks that sample
-    orphans: dict = field(default_factory=dict)             # key -> Generation that nobody listens to
+    orphans: list = field(default_factory=list)             # Generations that nobody listens to
+    rows: dict = field(default_factory=dict)                # of the outlines, by the hash of a message
+    is_ended: bool = False
     tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     address: object = None                                  # socket path or port
     server: object = None                                   # asyncio server of its own
 
     def write(self, line: dict):
-        with open(self.record, "a") as f: f.write(json.dumps(line) + "\n")
+        with open(self.record, "a") as f: f.write(json.dumps(line, default=list) + "\n")
 
     def put(self, call: Pending, ids, logp, finish, versions, p, first_s):
         """A call that has ended, onto the record."""
         done = tree.Call(
             id=call.id, kind=call.kind, cause=call.cause, prompt_ids=call.prompt_ids, template_ids=call.template_ids,
-            sampled_ids=ids, logp_rollout=logp, finish=finish, versions=versions, tools=call.tools,
+            sampled_ids=array("i", ids), logp_rollout=logp, finish=finish, versions=versions, tools=call.tools,
             sampling={"temperature": p.temperature, "max_tokens": p.max_tokens},
             received_s=call.received_s, first_token_s=first_s, finished_s=time.time())
         self.write(tree.call_line(done, self.calls))
@@ -127,6 +130,8 @@ class Session:
     def problem(self) -> str:
         """Why it may not start another call, or None."""
         sampled = sum(len(c.sampled_ids) for c in self.calls)
+        if self.is_ended: return "this session is finished"
+        if self.is_strict and self.diverged: return f"replay: {self.diverged}"
         if 0 < self.max_calls <= self.num_started: return f"this session has used up its {self.max_calls} calls"
         if self.script is not None and self.num_started >= len(self.script):
             return (f"the script of session {self.id} has {len(self.script)} lines, "
@@ -152,16 +157,18 @@ def make_recorder():
             assert call is not None and call.prompt_ids is not None, (
                 f"request {request_id} did not come through a session")
             session = call.session
-            key = hashlib.sha256(pickle.dumps((call.template_ids, call.tools))).digest()
-            call.generation = session.orphans.pop(key, None)
-            if call.generation is not None: call.generation.expiry.cancel()
+            key = hashlib.sha256(call.template_ids.tobytes() + call.tools.encode()).digest()
+            call.generation = next((g for g in session.orphans if g.key == key), None)
+            if call.generation is not None:
+                session.orphans.remove(call.generation)
+                call.generation.expiry.cancel()
             else:
+                outputs = None if session.problem() else self.replayed(call, request_id)
                 if (problem := session.problem()): raise ValueError(problem)
                 p = SamplingParams(**{name: getattr(asked, name) for name in HARNESS_CHOOSES})
                 p.temperature, p.output_kind = session.temperature, RequestOutputKind.DELTA
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
                 p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
-                outputs = self.replayed(call, request_id)
                 call.id = session.num_started
                 session.num_started += 1
                 session.running.add(task := asyncio.create_task(
@@ -200,19 +207,17 @@ def make_recorder():
 
         def replayed(self, call, request_id):
             """The recorded outputs of an equal prompt, or None: from then on the session is live."""
-            session = call.session
+            session, ids = call.session, list(call.template_ids)
             if session.replay is None: return None
-            old = next((c for c in session.replay if c.template_ids == call.template_ids), None)
+            old = next((c for c in session.replay if c.template_ids == ids), None)
             if old is None:
-                nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, call.template_ids), default=None)
-                session.replay = None
+                nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, ids), default=None)
+                session.replay, session.diverged = None, f"call {session.num_started}: the record holds no more calls"
                 if nearest is None: return None
-                n = tree.lcp(nearest.template_ids, call.template_ids)
+                n = tree.lcp(nearest.template_ids, ids)
                 text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
-                session.diverged = (f"call {session.num_started}: token {n} of the prompt begins "
-                                    f"{text(call.template_ids)}, recorded in call {nearest.id}: "
-                                    f"{text(nearest.template_ids)}")
-                if session.is_strict: raise ValueError(f"replay: {session.diverged}")
+                session.diverged = (f"call {session.num_started}: token {n} of the prompt begins {text(ids)}, "
+                                    f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
                 return None
             session.replay.remove(old)
             text = self.get_tokenizer().decode(old.sampled_ids, skip_special_tokens=True)
@@ -222,7 +227,7 @@ def make_recorder():
                                     weight_versions=spans)
 
             async def outputs():
-                yield RequestOutput(request_id, None, call.prompt_ids, None, [done], True)
+                yield RequestOutput(request_id, None, list(call.prompt_ids), None, [done], True)
             return outputs()
 
     return Recorder
@@ -339,7 +344,9 @@ class Front:
         call = Pending(session, time.time(), path.endswith("count_tokens"),
                        any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
         CALL.set(call)
-        body, gone, is_read = json.dumps(request).encode(), asyncio.Event(), False
+        # half an emoji, where a harness cut its text: no tokenizer takes that
+        body = json.dumps(request, ensure_ascii=False).encode(errors="replace")
+        gone, is_read = asyncio.Event(), False
         headers = [h for h in scope["headers"] if h[0] not in (b"content-length", b"transfer-encoding")]
 
         async def watch():
@@ -359,8 +366,8 @@ class Front:
         try: await self.app(scope, inner_receive, answer.send)
         finally:
             for task in tasks: task.cancel()
-            if call.generation is not None and (gone.is_set() or not answer.is_done):
-                self.proxy.orphan(session, call.generation)
+            if call.id is None and call in session.seen: session.seen.remove(call)      # refused, or took one over
+            if call.generation is not None and not answer.is_done: self.proxy.orphan(session, call.generation)
 
 
 def event(data: dict) -> bytes:
@@ -379,6 +386,9 @@ SIGNS = {                                                   # what each protocol
         "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}})}
 
 
+LAST = b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete"
+
+
 class Answer:
     """The way back. While the policy is slow, the status 200 and signs of life are sent (a stream: an event without
     content; else white space before the JSON). An error after that is an event, or a connection that breaks."""
@@ -394,6 +404,7 @@ class Answer:
         await asyncio.sleep(FIRST_SIGN_S)
         while not self.is_done and self.error is None:
             async with self.lock:
+                if self.is_done or self.error is not None: return
                 if not self.is_started:
                     self.is_started = self.is_early = True
                     await self.to_client({"type": "http.response.start", "status": 200,
@@ -411,8 +422,12 @@ class Answer:
                     await self.to_client(message)
                 return
             if self.error is None:
-                self.is_done = not message.get("more_body") and not self.gone.is_set()
-                return await self.to_client(message)
+                await self.to_client(message)
+                # asked now: uvicorn calls a client gone, too, once it has its whole answer; and it may go at the last
+                # event
+                is_last = not message.get("more_body") or message.get("body", b"").startswith(LAST)
+                self.is_done = self.is_done or is_last and not self.gone.is_set()
+                return
             status, body = self.error[0], self.error[1] + message.get("body", b"")
             self.error = status, body
             if message.get("more_body"): return
@@ -510,14 +525,15 @@ class Proxy:
                                 ("openai_serving_responses", "parser")):
             serving = getattr(app.state, name)
             setattr(serving, attribute, whole(getattr(serving, attribute)))
-        self.uvicorn = uvicorn.Config(Front(app, self), lifespan="off", log_config=None, access_log=False)
+        self.uvicorn = uvicorn.Config(Front(app, self), lifespan="off", log_config=None, access_log=False,
+                                      timeout_keep_alive=3600)      # a client that re-uses one we close loses a call
         self.uvicorn.load()
         self.state = uvicorn.server.ServerState()
 
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
         eos_ids = {self.tokenizer.eos_token_id}
-        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)   # the text that a harness was told
+        decode = lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True)     # what a harness was told
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
             call = CALL.get()
             # clamped in `generate`, not refused
@@ -532,9 +548,9 @@ class Proxy:
             session = call.session
             if session.keep_tail: messages = graft.with_tails(messages, session.tails)
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
-            call.template_ids = list(prompt["prompt_token_ids"])
+            call.template_ids = array("i", prompt["prompt_token_ids"])
             call.tools, call.num_tools = graft.digest(tool_dicts), len(tool_dicts or ())
-            call.outline = graft.outline(messages)
+            call.outline = graft.outline(messages, session.rows)
             usable = {c.id: c for c in session.calls if c.finish not in ("abort", "error")}
             continues = {s.id: s.continues for s in session.seen}
             call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues, eos_ids,
@@ -546,12 +562,13 @@ class Proxy:
             call.continues = parent and parent.id
             if cause == "retry":
                 call.continues = next(continues[i] for i, c in usable.items() if c.prompt_ids == call.prompt_ids)
-            prompt["prompt_token_ids"] = call.prompt_ids
+            if call.prompt_ids == call.template_ids: call.prompt_ids = call.template_ids
+            else: prompt["prompt_token_ids"] = list(call.prompt_ids)
             if call.is_counted: return conversation, [prompt]
             call.kind = graft.kind_of(call, session, messages)
             if call.continues is None and call.kind == "main":
                 for s in session.seen:
-                    if s.id in usable and graft.quotes(messages, s, decode(usable[s.id].sampled_ids)):
+                    if s.id in usable and graft.quotes(messages, call, s, lambda: decode(usable[s.id].sampled_ids)):
                         session.retype(s, "compaction")
             call.cause = graft.cause_of(call, session.seen, cause)
             session.seen.append(call)
@@ -584,26 +601,29 @@ class Proxy:
 
     def orphan(self, session: Session, generation: Generation):
         """Nobody listens to it any more: for `grace_s` an equal request may take it over, then it is aborted."""
-        if session.orphans.get(generation.key) is generation: return
+        task = generation.task
+        if generation in session.orphans or task.done() and (task.cancelled() or task.exception()): return
 
         def expire():
-            if session.orphans.get(generation.key) is generation: del session.orphans[generation.key]
-            generation.task.cancel()                        # does nothing where it is done
-        generation.expiry = self.loop.call_later(0 if self.sessions.get(session.address) is None else self.grace_s,
-                                                 expire)
-        session.orphans[generation.key] = generation
+            if generation in session.orphans: session.orphans.remove(generation)
+            task.cancel()                                   # does nothing where it is done
+        generation.expiry = self.loop.call_later(0 if session.is_ended else self.grace_s, expire)
+        session.orphans.append(generation)
 
     def end_session(self, session: Session):
         """From here on the session's requests get 403. Its socket stays: a sandbox may still mount it."""
+        session.is_ended = True
         self.sessions.pop(session.address, None)
 
     def close_session(self, session: Session):
         """Ends it, aborts what runs, and waits until that is on record."""
+        async def stop():
+            await asyncio.sleep(0)                          # a task that is cancelled before it begins records nothing
+            for task in session.running: task.cancel()
+            if session.running: await asyncio.wait(session.running, timeout=5)
+            session.server.close()
         self.end_session(session)
-        self.loop.call_soon_threadsafe(lambda: [task.cancel() for task in session.running])
-        deadline = time.monotonic() + 5
-        while len(session.calls) < session.num_started and time.monotonic() < deadline: time.sleep(0.002)
-        self.loop.call_soon_threadsafe(session.server.close)
+        if self.thread.is_alive(): self.call(stop(), 10)
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)
 
     def load_weights(self, handles: list, version: int):
