@@ -1,7 +1,7 @@
 """The benchmarks that the README quotes: each prints a table, or with --json one JSON object.
 
     python bench.py runs runs/seed0 runs/seed1 runs/seed2    # the headline, from the folders of runs of train.py
-    python bench.py tree | packing | sandbox
+    python bench.py tree | packing | sandbox | proxy | weights
 
 Ratios are within one process, medians of interleaved rounds. tree, packing: CPU seconds of one thread (packing on a
 GPU: seconds).
@@ -25,8 +25,15 @@ packing: `shapes` with token counts times --scale; forward and backward. CPU: fl
     head size x visible pairs, recomputation not counted, over an H200's 989 TFLOP/s.
 sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm` or `bwrap` of it; rollouts_ratio:
     rollouts of nop a second through rollout.Runner over bare pairs of the same commands (`true`, tests/test.sh), as
-    many at once; leaked: left at the end."""
-import argparse, concurrent.futures, ctypes, json, math, os, subprocess, tempfile, time, uuid
+    many at once; leaked: left at the end.
+proxy: chat completions over unix sockets, by clients and prompt length: through the proxy (a session a client, recorded
+    and grafted) and through vLLM's unmodified server over the same engine, a small random model, so that the server's
+    own time is not hidden behind the engine's. Each client holds a conversation of --num calls (0 = 4) of 16 tokens.
+    throughput_ratio: sampled tokens a second, ours over plain; added_ms: median time of a call, ours less plain;
+    added_cpu_ms: the same in CPU time of this process, clients included.
+weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
+    of a plain copy of the same bytes."""
+import argparse, asyncio, concurrent.futures, ctypes, json, math, os, subprocess, tempfile, time, uuid
 from pathlib import Path
 from statistics import mean, median, stdev
 
@@ -263,7 +270,124 @@ def bench_sandbox(args) -> dict:
     return {"rollouts": num, "kinds": rows}
 
 
-BENCHMARKS = {"runs": bench_runs, "tree": bench_tree, "packing": bench_packing, "sandbox": bench_sandbox}
+def make_engine(model: str, max_model_len: int):
+    """vLLM as train.py starts it."""
+    import proxy as boundary
+    extra = ["--dtype", "bfloat16"]
+    if not IS_GPU:
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "KMP_BLOCKTIME": "1", "HF_HUB_OFFLINE": "1"}
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        extra += ["--block-size", "32", "--max-num-seqs", "64"]
+    return boundary.Proxy(boundary.resolve_model(model), max_model_len=max_model_len, engine_args=extra)
+
+
+def random_model(folder: str):                              # 2 small layers behind SmolLM2's tokenizer, 32k context
+    import proxy as boundary
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    tokenizer = AutoTokenizer.from_pretrained(boundary.resolve_model("smollm2"))
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32768, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+async def plain_server(proxy, path: str):
+    """vLLM's own app over the same engine, without what our Recorder does around `generate`."""
+    import uvicorn
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class Plain:
+        def __getattr__(self, name): return getattr(proxy.engine, name)
+        def generate(self, *args, **kw): return AsyncLLM.generate(proxy.engine, *args, **kw)
+    options = make_arg_parser(FlexibleArgumentParser()).parse_args(proxy.args)
+    tasks = await proxy.engine.get_supported_tasks()
+    app = build_app(options, tasks, proxy.engine.model_config)
+    await init_app_state(Plain(), app.state, options, tasks)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+    config.load()
+    protocol = lambda: config.http_protocol_class(config=config, server_state=proxy.state, app_state={})
+    return await proxy.loop.create_unix_server(protocol, path)
+
+
+async def converse(addresses: list, num_words: int, num_calls: int) -> tuple:
+    """A conversation an address -> sampled tokens a second; median seconds and prompt tokens of a call; CPU seconds of
+    this process (clients and server, not the engine) a call."""
+    import aiohttp
+    calls, begin, begin_cpu = [], time.perf_counter(), time.process_time()
+
+    async def client(i, address):
+        messages = [{"role": "user", "content": "word " * num_words + str(i)}]      # one prefix, as in a group
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(address)) as http:
+            for _ in range(num_calls):
+                body, sent = {"model": "policy", "messages": messages, "max_tokens": 16}, time.perf_counter()
+                async with http.post("http://policy/v1/chat/completions", json=body | {"ignore_eos": True}) as response:
+                    answer = await response.json()
+                    assert response.status == 200, answer
+                usage, text = answer["usage"], answer["choices"][0]["message"]["content"] or ""
+                calls.append((usage["completion_tokens"], time.perf_counter() - sent, usage["prompt_tokens"]))
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+    await asyncio.gather(*map(client, range(len(addresses)), addresses))
+    num_tokens, seconds, prompt_tokens = zip(*calls)
+    return (sum(num_tokens) / (time.perf_counter() - begin), median(seconds), median(prompt_tokens),
+            (time.process_time() - begin_cpu) / len(calls))
+
+
+def bench_proxy(args) -> dict:
+    rows, num_calls, long = [], args.num or 4, round(20_000 * (args.scale or 1.))
+    with tempfile.TemporaryDirectory() as tmp, make_engine(random_model(f"{tmp}/model"), 32768) as proxy:
+        plain = f"{tmp}/plain.sock"
+        server = proxy.call(plain_server(proxy, plain))
+        for clients, num_words in [(c, n) for n in (8, long) for c in (1, 16, 64)]:
+            rounds = []
+            for i in range(6):
+                sessions = [proxy.open_session(str(c), f"{tmp}/{c}.jsonl", {}) for c in range(clients)]
+                turns = [[s.address for s in sessions], [plain] * clients]
+                got = []
+                for addresses in turns if i % 2 else turns[::-1]:
+                    assert proxy.call(proxy.engine.reset_prefix_cache()), "the prefix cache could not be reset"
+                    got.append(asyncio.run(converse(addresses, num_words, num_calls)))
+                assert all(len(s.calls) == num_calls for s in sessions), "a call was not recorded"
+                for s in sessions: proxy.close_session(s)
+                rounds.append(got if i % 2 else got[::-1])
+            ours, theirs = np.array(rounds[1:]).transpose(1, 2, 0)              # the first warms up
+            rows.append({"clients": clients, "prompt_tokens": ours[2][0],
+                         "throughput_ratio": median(ours[0] / theirs[0]),
+                         "added_ms": 1000 * median(ours[1] - theirs[1]),
+                         "added_cpu_ms": 1000 * median(ours[3] - theirs[3]), "plain_cpu_ms": 1000 * median(theirs[3]),
+                         "plain_ms": 1000 * median(theirs[1]), "plain_tokens_per_s": median(theirs[0])})
+        proxy.loop.call_soon_threadsafe(server.close)
+    return {"load": rows}
+
+
+def bench_weights(args) -> dict:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    import train
+    dist.init_process_group("nccl" if IS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with make_engine("smollm2", 1024) as proxy:
+        model = AutoModelForCausalLM.from_pretrained(proxy.args[1], dtype=torch.float32).to("cuda" if IS_GPU else "cpu")
+        for layer in [*model.model.layers, model]: fully_shard(layer)
+        shared = {}
+        hand_over = lambda: train.hand_over(proxy, 0, train.full_weights(model), shared, torch.bfloat16)
+
+        def copy():
+            for name, t in shared.items(): plain[name].copy_(t)
+        hand_over()
+        plain = {name: t.clone() for name, t in shared.items()}
+        times = [(timed(hand_over)[0], timed(copy)[0]) for _ in range(args.num or 5)]
+    return {"over_copy": median(a / b for a, b in times), "hand_over_s": median(a for a, _ in times),
+            "copy_s": median(b for _, b in times), "gb": sum(t.nbytes for t in shared.values()) / 1e9}
+
+
+BENCHMARKS = {"runs": bench_runs, "tree": bench_tree, "packing": bench_packing, "sandbox": bench_sandbox,
+              "proxy": bench_proxy, "weights": bench_weights}
 
 
 def show(x, name=""):
@@ -286,8 +410,9 @@ def parse(argv=None):
                                 allow_abbrev=False)
     p.add_argument("name", help=f"one of {', '.join(BENCHMARKS)}")
     p.add_argument("runs", nargs="*", metavar="RUN_DIR", help="runs: folders of train.py, of one configuration")
-    p.add_argument("--scale", type=float, default=0., help="tree, packing: token counts times this (0 = 1 and 0.1)")
-    p.add_argument("--num", type=int, default=0, help="sandbox: rollouts (0 = 16)")
+    p.add_argument("--scale", type=float, default=0., 
+                   help="tree, packing, proxy: token counts times this (0 = 1; packing on a CPU 0.1)")
+    p.add_argument("--num", type=int, default=0, help="sandbox: rollouts (0 = 16); proxy: calls; weights: rounds")
     p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return p.parse_args(argv)
 

@@ -165,10 +165,10 @@ def asks_for_summary(text: str) -> bool:
 def kind_of(call, session, messages: list) -> str:
     """The kind of a call that is about to start. What is called main and is not costs little; what is main and is
     called otherwise is not trained: in doubt, main. From structure:
-    side         no tools, although the session's main calls have some, and not behind the history of one of them
+    side         no tools, although the session's main calls have some
+    compaction   the same behind the history of a main call; later calls show others (`quotes`)
     subagent     its system prompt and its first user message are both new (digits apart, and not right after a
                  compaction), or are those of an earlier subagent call
-    compaction   later calls show it (`quotes`)
     and before that what harnesses say of themselves: headers (subagent) and the words by which they ask."""
     who = lambda s: (s.opening(("system", "developer"), 2), s.opening(("user",), 2))
     roles = lambda s: [row[0] for row in s.outline]
@@ -179,7 +179,7 @@ def kind_of(call, session, messages: list) -> str:
         asked = [text_of(m) for m in messages if role_of(m) in ("system", "developer")] + [text_of(messages[-1])]
         if any(map(asks_for_summary, asked)): return "compaction"
         is_behind = any("assistant" in roles(s) and call.outline[:len(s.outline)] == s.outline for s in mains)
-        return "main" if is_behind else "side"
+        return "compaction" if is_behind else "side"
     openings = [who(s) for s in mains]
     is_new = all(a not in known for a, known in zip(who(call), zip(*openings)))
     if (call.num_tools and not any(s.num_tools or "assistant" in roles(s) for s in mains)

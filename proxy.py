@@ -90,6 +90,7 @@ class Session:
     script: list = None                                     # texts that a scripted engine samples, one a call
     max_calls: int = 0                                      # budget of calls (0 = none)
     max_session_tokens: int = 0                             # budget of sampled tokens (0 = none)
+    is_spent: bool = False                                  # a call was refused because a budget is used up
     keep_tail: bool = False                                 # --openclaw_stable
     replay: list = None                                     # recorded calls that answer while prompts are equal
     is_strict: bool = False                                 # replay: refuse the first call that differs
@@ -132,11 +133,15 @@ class Session:
         sampled = sum(len(c.sampled_ids) for c in self.calls)
         if self.is_ended: return "this session is finished"
         if self.is_strict and self.diverged: return f"replay: {self.diverged}"
-        if 0 < self.max_calls <= self.num_started: return f"this session has used up its {self.max_calls} calls"
+        if 0 < self.max_calls <= self.num_started:
+            self.is_spent = True
+            return f"this session has used up its {self.max_calls} calls"
         if self.script is not None and self.num_started >= len(self.script):
             return (f"the script of session {self.id} has {len(self.script)} lines, "
                     f"call {self.num_started + 1} wants more")
-        if 0 < self.max_session_tokens <= sampled: return f"this session has sampled {sampled} tokens, all that it may"
+        if 0 < self.max_session_tokens <= sampled:
+            self.is_spent = True
+            return f"this session has sampled {sampled} tokens, all that it may"
 
 
 # --- the recording engine ---------------------------------------------------------------------------------------------

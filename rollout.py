@@ -110,9 +110,10 @@ def record_path(out: Path, job: Job) -> Path:
 class Runner:
     """What all rollouts of a run share. `proxy` may be None for oracle and nop."""
 
-    def __init__(self, proxy, kind: str, run_id: str, *, model="", temperature=1.0, max_tokens=0, num_parallel=8):
-        self.proxy, self.kind, self.run_id, self.model = proxy, kind, run_id, model
-        self.temperature, self.max_tokens, self.num_parallel = temperature, max_tokens, num_parallel
+    def __init__(self, proxy, kind: str, run_id: str, *, model="", num_parallel=8, temperature=1.0, **options):
+        """options: of each session (proxy.Session): max_tokens, max_calls, max_session_tokens, keep_tail."""
+        self.proxy, self.kind, self.run_id, self.model, self.num_parallel = proxy, kind, run_id, model, num_parallel
+        self.temperature, self.options = temperature, options
         self.is_stopping, self.boxes = threading.Event(), []
 
     def run(self, job: Job, out: Path) -> tree.Rollout:
@@ -127,9 +128,9 @@ class Runner:
                 header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
                 record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
             else:
-                session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
-                                                  max_tokens=self.max_tokens,
-                                                  script=list(job.script) if job.script is not None else None)
+                script = None if job.script is None else list(job.script)
+                session = self.proxy.open_session(job.id, record, header, temperature=self.temperature, script=script,
+                                                  **self.options)
             end = self.agent_and_verify(job, session, log, seconds)
         except Exception as e:
             if self.is_stopping.is_set(): raise             # the record stays without an end
@@ -184,6 +185,7 @@ class Runner:
                 raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
             outcome = ("timeout" if result.timed_out else "ok" if result.exit_code == 0 else
                        "overlong" if harness and result.exit_code == harness.overlong_exit else "harness_error")
+            if session and session.is_spent: outcome = "overlong"
             took("agent")
             with make("verify") as fresh:
                 try: box.carry(fresh.workdir, fresh)        # replaces what the image holds there
@@ -309,7 +311,10 @@ def parse(argv=None):
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens")
     p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
+    p.add_argument("--max_calls", type=int, default=0, help="calls of a rollout, then it is overlong (0 = no limit)")
+    p.add_argument("--max_rollout_tokens", type=int, default=0, help="sampled tokens of a rollout (0 = no limit)")
     p.add_argument("--graft", choices=graft.GRAFTS, default="canonical")
+    p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
     args = p.parse_args(argv)
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
     if args.n < 1 or args.num_parallel < 1: p.error(f"--n {args.n} and --num_parallel {args.num_parallel}: at least 1")
@@ -353,9 +358,9 @@ def main(args):
             import proxy as boundary
             model = boundary.resolve_model(args.model, args.max_model_len)
             proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft)
-        runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, temperature=args.temperature,
-                        max_tokens=args.max_tokens,
-                        num_parallel=args.num_parallel)
+        runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, num_parallel=args.num_parallel,
+                        temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
+                        max_session_tokens=args.max_rollout_tokens, keep_tail=args.openclaw_stable)
         rollouts = runner.run_all(jobs, Path(args.out), f"{args.harness} in {kind}")
     finally:
         if proxy is not None: proxy.close()

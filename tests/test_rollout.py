@@ -123,6 +123,14 @@ def test_strict_verification_sees_the_workspace_and_nothing_else(run):
     assert (done.outcome, done.reward) == ("ok", 0), done
 
 
+def test_a_used_up_budget_is_overlong(scripted, bubblewrap, tmp_path):
+    """Would catch a rollout that the run itself cut off and that counts as the harness's failure, or is paid."""
+    task = load_task(make_task(tmp_path / "long"), "long", {})
+    runner = Runner(scripted, bubblewrap, "test-budget", max_calls=1)
+    done = runner.run(Job(task, "bash", script=("true", "DONE")), tmp_path)
+    assert (done.outcome, done.reward, len(done.calls)) == ("overlong", 0, 1)
+
+
 def test_tests_and_solution_are_hidden_from_a_harness(run, scripted):
     """Would catch a verifier or a solution that the agent can read."""
     script = ("ls /tests /solution > seen 2>&1; cat /tests/test.sh >> seen", "DONE")
