@@ -166,32 +166,36 @@ def kind_of(call, session, messages: list) -> str:
     """The kind of a call that is about to start. What is called main and is not costs little; what is main and is
     called otherwise is not trained: in doubt, main. From structure:
     side         no tools, although the session's main calls have some
-    compaction   the same behind the history of a main call; later calls show others (`quotes`)
+    compaction   the same behind the history of a main call, and later calls leave it out: one that goes on from it, or
+                 the session's end (`Session.settle`), makes it a last word without tools, which is main
     subagent     its system prompt and its first user message are both new (digits apart, and not right after a
                  compaction), or are those of an earlier subagent call
+    compaction   later calls quote it (`quotes`)
     and before that what harnesses say of themselves: headers (subagent) and the words by which they ask."""
     who = lambda s: (s.opening(("system", "developer"), 2), s.opening(("user",), 2))
     roles = lambda s: [row[0] for row in s.outline]
     mains = [s for s in session.seen if s.kind == "main"]
     if call.is_labelled: return "subagent"
     if not mains: return "main"
-    if any(s.num_tools for s in mains) and not call.num_tools:
+    has_tools = any(s.num_tools for s in mains)
+    if has_tools and not call.num_tools:
         asked = [text_of(m) for m in messages if role_of(m) in ("system", "developer")] + [text_of(messages[-1])]
-        if any(map(asks_for_summary, asked)): return "compaction"
+        call.is_asked = any(map(asks_for_summary, asked))
         is_behind = any("assistant" in roles(s) and call.outline[:len(s.outline)] == s.outline for s in mains)
-        return "compaction" if is_behind else "side"
+        return "compaction" if call.is_asked or is_behind else "side"
     openings = [who(s) for s in mains]
     is_new = all(a not in known for a, known in zip(who(call), zip(*openings)))
-    if (call.num_tools and not any(s.num_tools or "assistant" in roles(s) for s in mains)
-            and who(call)[1] != openings[0][1]):            # a title came first
-        for s in mains: session.retype(s, "side")
+    if call.num_tools and not has_tools:
+        if who(call)[1] != openings[0][1] and not any("assistant" in roles(s) for s in mains):  # a title came first
+            for s in mains: session.retype(s, "side")
         return "main"
     if who(call) not in openings and who(call) in [who(s) for s in session.seen if s.kind == "subagent"]:
         return "subagent"
     latest = next(s.kind for s in reversed(session.seen) if s.kind in ("main", "compaction"))
-    if call.num_tools and is_new and latest == "main": return "subagent"
-    is_asked = role_of(messages[-1]) == "user" and "assistant" in roles(call)
-    return "compaction" if is_asked and asks_for_summary(text_of(messages[-1])) else "main"
+    if has_tools and is_new and latest == "main": return "subagent"
+    call.is_asked = (role_of(messages[-1]) == "user" and "assistant" in roles(call)
+                     and asks_for_summary(text_of(messages[-1])))
+    return "compaction" if call.is_asked else "main"
 
 
 def cause_of(call, seen: list, cause: str):

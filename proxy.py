@@ -55,6 +55,7 @@ class Pending:
     received_s: float
     is_counted: bool = False                                # count_tokens: nothing is sampled
     is_labelled: bool = False                               # the harness's own headers call it a subagent's
+    is_asked: bool = False                                  # the harness's own words ask for a summary
     id: int = None                                          # order in which sampling began
     kind: str = "main"
     template_ids: array = None                              # the prompt as the chat template renders it
@@ -127,6 +128,10 @@ class Session:
             if c.id == call.id:
                 c.kind = kind
                 self.write({"type": "kind", "id": c.id, "kind": kind})
+
+    def settle(self, call: Pending):
+        """A call without tools behind the main history was no summary if it is gone on from, or is the last."""
+        if call.kind == "compaction" and not call.is_asked: self.retype(call, "main")
 
     def problem(self) -> str:
         """Why it may not start another call, or None."""
@@ -571,6 +576,8 @@ class Proxy:
             else: prompt["prompt_token_ids"] = list(call.prompt_ids)
             if call.is_counted: return conversation, [prompt]
             call.kind = graft.kind_of(call, session, messages)
+            for s in session.seen:
+                if s.id == call.continues is not None: session.settle(s)
             if call.continues is None and call.kind == "main":
                 for s in session.seen:
                     if s.id in usable and graft.quotes(messages, call, s, lambda: decode(usable[s.id].sampled_ids)):
@@ -627,6 +634,7 @@ class Proxy:
             for task in session.running: task.cancel()
             if session.running: await asyncio.wait(session.running, timeout=5)
             session.server.close()
+            if session.seen: session.settle(session.seen[-1])
         self.end_session(session)
         if self.thread.is_alive(): self.call(stop(), 10)
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)

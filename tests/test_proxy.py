@@ -325,7 +325,137 @@ def test_budgets(scripted, connect):
         answers = [ask(client) for _ in range(4)]
         assert [a.status_code for a in answers] == [200] * allowed + [400] * (4 - allowed)
         assert answers[-1].headers["x-should-retry"] == "false" and "this session has" in answers[-1].text
-        assert len(tree.read(session.record).calls) == allowed
+        assert len(tree.read(session.record).calls) == allowed == len(session.seen)     # no trace of what was refused
+
+
+LAST = {CHAT: b"[DONE]", MESSAGES: b"message_stop", RESPONSES: b"response.completed"}
+
+
+@pytest.mark.parametrize("path", LAST)
+def test_a_prompt_asked_again_is_another_sample(scripted, connect, path):
+    """Would catch a streamed reply that counts as lost although it was delivered, whole or up to the last event (when
+    many clients hang up): a harness that drops a reply and asks again got the same one for 30 s, and the call that
+    was never sampled was missing in the record."""
+    session = connect(scripted, [f"reply {i}" for i in range(20)])
+    body = {"model": "policy", "messages": USER, "input": USER, "max_tokens": 50, "stream": True}
+    client = connect.client(session)
+    told = [client.post(path, json=body).text for _ in range(4)]
+    for _ in range(8):
+        with client.stream("POST", path, json=body) as answer:
+            got = b""
+            for piece in answer.iter_bytes():
+                got += piece
+                if LAST[path] in got: break
+        told.append(got.decode())
+    assert not session.orphans and session.num_started == 12
+    assert all(str(i) in "".join(re.findall(r'(?:text|delta|content)"\s*:\s*"([^"]*)', t)) for i, t in enumerate(told))
+
+
+@contextlib.contextmanager
+def slow(scripted):
+    """The scripted engine says nothing until the end of this block."""
+    core, waiting = scripted.engine.engine_core, []
+
+    class Slow(type(core)):
+        async def add_request_async(self, request): waiting.append(request)
+    core.__class__ = Slow
+    try: yield
+    finally:
+        core.__class__ = Slow.__bases__[0]
+        for request in waiting: scripted.call(core.add_request_async(request))
+
+
+def test_two_lost_connections_with_one_prompt(scripted, connect):
+    """Would catch one of two equal calls whose connections broke that is forgotten: its retry would be a third
+    sample, and the engine would finish it for nobody."""
+    session, answers, lost = connect(scripted, ["one", "two", "three", "four"]), [], []
+    retry = lambda: answers.append(ask(connect.client(session)).json()["choices"][0]["message"]["content"])
+    threads = [threading.Thread(target=retry) for _ in range(2)]
+    with slow(scripted):
+        for _ in range(2):
+            with pytest.raises(httpx.ReadTimeout): ask(connect.client(session), timeout=0.5, stream=False)
+            time.sleep(0.2)
+            lost += session.orphans                         # out of reach, or the second would take the first over
+            session.orphans.clear()
+        session.orphans += lost
+        for t in threads: t.start()
+        time.sleep(0.5)
+    for t in threads: t.join(20)
+    assert sorted(answers) == ["one", "two"] and session.num_started == 2 and not session.orphans
+    assert len(session.seen) == 2                           # no second entry for a call that was taken over
+
+
+def test_a_request_under_way_when_its_session_ends(scripted, connect):
+    """Would catch a call that begins after its session's end: it would stand behind the end of its rollout, and sample
+    for nobody. And a close that waits although all that ran is on record."""
+    session = connect(scripted, ["a", "b"])
+    body = json.dumps({"model": "policy", "messages": USER}).encode()
+    with socket.socket(socket.AF_UNIX) as raw, slow(scripted):
+        def cut_off():
+            with contextlib.suppress(httpx.HTTPError): ask(connect.client(session))
+        thread = threading.Thread(target=cut_off)
+        thread.start()
+        raw.connect(session.address)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        raw.sendall(head.encode() + body[:9])
+        while session.num_started == 0: time.sleep(0.01)
+        time.sleep(0.2)
+        started = time.monotonic()
+        scripted.close_session(session)
+        assert time.monotonic() - started < 2
+        raw.sendall(body[9:])
+        assert raw.recv(500).startswith(b"HTTP/1.1 400")
+    call, = tree.read(session.record).calls
+    assert call.finish == "abort" and session.num_started == 1
+
+
+def test_half_an_emoji(scripted, connect):
+    """Would catch a request that is refused since a harness in JavaScript cut a text in the middle of an emoji."""
+    session = connect(scripted, ["a"] * 9)
+    client = connect.client(session)
+    for path in (CHAT, MESSAGES, RESPONSES):
+        body = {"model": "policy", "messages": [{"role": "user", "content": "cut \ud83d"}], "max_tokens": 9}
+        answer = client.post(path, content=json.dumps(body | {"input": body["messages"]}).encode(),
+                             headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+    assert "cut ?" in scripted.tokenizer.decode(list(session.calls[0].prompt_ids))
+
+
+def test_a_connection_may_rest(scripted, connect):
+    """Would catch a server that closes a connection while the harness runs a command (5 s, by default): the next
+    request on it may be lost. Requests of all sorts, errors too, must leave it open, also when sent at once."""
+    session = connect(scripted, ["a"] * 9)
+    post = lambda body: b"POST %s?beta=true HTTP/1.1\r\nHOST: x\r\nContent-Length: %d\r\n\r\n%s" % (
+        CHAT.encode(), len(body), body)
+    good = post(json.dumps({"model": "policy", "messages": USER}).encode())
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(session.address)
+        raw.settimeout(20)
+        plain = b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+        raw.sendall(plain + good + post(b"{") + good)
+        got = b""
+        while got.count(b"chat.completion") < 2: got += raw.recv(65536)
+        assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"200", b"200", b"200", b"400", b"200"]
+        time.sleep(6)
+        raw.sendall(good)
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("follows, kinds", [
+    (None, ["main", "main", "main"]), ("more", ["main", "main", "main", "main"]),
+    ("summary", ["main", "main", "compaction", "main"])])
+def test_last_words_without_tools(scripted, connect, follows, kinds):
+    """Would catch the last reply of a harness that takes the tools away at its step limit as a summary, not trained;
+    and a summary of an unknown harness as a turn of the agent."""
+    session = connect(scripted, ["I look.", "I found a.txt in it.", "All of it is done.", "end"])
+    client = connect.client(session)
+    _, messages = say(client, USER, tools=TOOLS)
+    _, messages = say(client, [*messages, {"role": "user", "content": "go on"}], tools=TOOLS)
+    text, messages = say(client, [*messages, {"role": "user", "content": "No more tools. Say what you did."}])
+    if follows == "more": say(client, [*messages, {"role": "user", "content": "Really?"}])
+    if follows == "summary": say(client, [*USER, {"role": "user", "content": "Before: " + text}], tools=TOOLS)
+    scripted.close_session(session)
+    assert [c.kind for c in tree.read(session.record).calls] == kinds
 
 
 def test_sessions_over_tcp_are_known_by_their_key(scripted, connect):
@@ -405,6 +535,10 @@ def test_replay_goes_live_where_the_prompt_differs(scripted, connect, tmp_path):
     strict = connect(scripted, ["never"], replay=list(recorded.calls), is_strict=True)
     refused = ask(connect.client(strict), [{"role": "user", "content": "else"}])
     assert refused.status_code == 400 and "replay: call 0: token" in refused.text and not strict.calls
+    assert ask(connect.client(strict)).status_code == 400 and not strict.calls      # nor does it go live later
+    short = connect(scripted, ["never"] * 2, replay=list(recorded.calls[:1]), is_strict=True)
+    assert ask(connect.client(short)).status_code == 200
+    assert "holds no more calls" in ask(connect.client(short)).text and len(short.calls) == 1
 
 
 # ---- grafting as a pure function ----
