@@ -392,7 +392,7 @@ def main(cfg: Config):
 
     # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
     clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
-    is_checked = not cfg.check_packing
+    is_checked = not (cfg.check_packing and cfg.share)
 
     def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False) -> dict:
         """rollouts: all ranks' alike; rewards (R,) float32, group_of (R,) long; None: supervised. -> metrics. Leaves
@@ -434,6 +434,7 @@ def main(cfg: Config):
                     old["logp"][index], seen[index] = policy(forest, cfg.temperature)[0][where].cpu(), True
                     if critic is not None: old["value"][index] = critic(forest)[where].cpu()
                     if reference is not None: old["ref"][index] = reference(forest, cfg.temperature)[0][where].cpu()
+            for net in filter(None, (policy, critic, reference)): net.reshard()     # FSDP waits for a backward to do it
             gate()
 
         useful = [i for i in range(R) if trees[i].num_trained]
@@ -572,7 +573,7 @@ def main(cfg: Config):
         if reference is not None: reference.load_state_dict(policy.state_dict())
         me, times_seen, solved = psutil.Process(), Counter(), {}           # solved: category -> running success rate
         num_wanted = cfg.tasks_per_step * len(names)        # groups
-        first = cfg.value_warmup_steps if critic is not None else 0         # step of the policy
+        first_step = cfg.value_warmup_steps if critic is not None else 0    # of the policy
         for step in range(cfg.steps):
             lap, times, jobs, rollouts, informative = time.time(), {}, [], [], []
 
@@ -595,9 +596,9 @@ def main(cfg: Config):
                 rate = solved.get(jobs[i].task.category, 0.)
                 solved[jobs[i].task.category] = rate + (float(rewards[i] >= 1) - rate) / 16
             if cfg.max_resample: judged &= torch.isin(group_of, informative[:num_wanted])
-            lr = cfg.lr * min(1., max(0, step - first + 1) / max(1, cfg.lr_warmup_steps))
+            lr = cfg.lr * min(1., max(0, step - first_step + 1) / max(1, cfg.lr_warmup_steps))
             m = update([r for r, is_in in zip(rollouts, judged) if is_in], version, lr, rewards[judged],
-                       group_of[judged], is_value_only=step < first) if judged.any() else {}
+                       group_of[judged], is_value_only=step < first_step) if judged.any() else {}
             took("train")
             version += 1
             hand_over(engine, version)
