@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 8 train.py --out runs/first --model DIR
                                        # each rank: its shard, engine, proxy and sandboxes
 
-1. GRPO as in DeepSeekMath (2402.03300) with PPO's clip. Differs from the paper: the loss is over the unique sampled
-   tokens of each rollout's prefix tree, each once; no KL term; token weights correct for the engine's other
-   probabilities (`--correction`).
+1. GRPO as in DeepSeekMath (2402.03300) with PPO's clip, or another `--algo`. Differs from the papers: the loss is over
+   the unique sampled tokens of each rollout's prefix tree, each once; token weights correct for the engine's other
+   probabilities (`--correction`). KL to the policy of the start of RL is off unless asked for.
 2. A group is a (task, harness) pair. Rollouts without a reward (infra and verifier errors) leave statistics and loss.
 3. Rollouts whose advantage is 0 add nothing to the gradient and are not computed; `denom` counts them all the same.
+   A critic and a KL to the reference learn from every rollout.
 4. Cold start: `--warmup_steps` of supervised steps on demonstrations that a scripted policy recorded through the same
    proxy, harness, sandbox and tree (the task's own solution, phrased as the harness wants it); those with reward 1
    alone are learnt.
@@ -57,29 +58,43 @@ class Config:
     warmup_rollouts: int = 8             # demonstrations a warm-up step
     warmup_lr: float = 3e-5              # learning rate of the warm-up
     # algorithm
-    algo: str = "grpo"                   # grpo, gspo
+    algo: str = "grpo"                   # grpo, gspo, cispo, reinforce, rloo, ppo (with a critic)
     tasks_per_step: int = 8              # groups a step are these times the number of harnesses
     priority_floor: float = 0.25         # of a task: 1 - success rate of its category, at least this (1 = uniform)
     group_size: int = 8                  # rollouts a group
+    max_resample: int = 0           # rounds of fresh groups in the place of those of equal rewards (0 = these stay)
     lr: float = 2e-5                     # learning rate of RL (0 = canary: nothing may drift)
     lr_warmup_steps: int = 2             # linear rise of the learning rate, RL steps
     weight_decay: float = 0.0
     grad_clip: float = 1.0               # greatest global gradient norm
     num_epochs: int = 1                  # passes over a step's rollouts
     num_minibatches: int = 1          # optimiser steps a pass; epochs * minibatches = 1: all ratios are 1, no clip acts
-    std_norm: bool = True                # divide advantages by the group's standard deviation
-    leave_one_out: bool = False          # RLOO baseline
-    clip_low: float = 0.2                # ratio clip below 1 (gspo: use 3e-4)
-    clip_high: float = 0.2               # ratio clip above 1 (gspo: use 4e-4)
-    dual_clip: float = 0.0               # bound of the ratio where the advantage is negative (0 = off)
-    loss_mean: str = "rollout"         # rollout: mean over each rollout's tokens, then rollouts; token: over all tokens
-    correction: str = "tis"              # tis, icepop, off
+    std_norm: bool = True                # divide advantages by the group's standard deviation (rloo never does)
+    leave_one_out: bool = False          # baseline: mean of the others in the group (rloo always)
+    baseline: str = "batch"              # of reinforce: batch = mean reward of the batch, none
+    clip_low: float = -1.0               # ratio clip below 1 (-1 = the algorithm's own, in algos.py)
+    clip_high: float = -1.0              # ratio clip above 1 (-1 = the algorithm's own)
+    dual_clip: float = 0.0               # grpo, gspo, ppo: bound of the ratio where the advantage is negative (0 = off)
+    loss_mean: str = "rollout"         # rollout: over each rollout's tokens, then rollouts; token: all tokens; constant
+    loss_constant: int = 0               # constant: tokens that every rollout counts as (0 = max_model_len)
+    correction: str = "tis"              # tis, icepop, geometric (whole rollouts), off; with + a product of them
     correction_cap: float = 2.0          # tis: greatest weight
+    overlong_buffer: int = 0             # last tokens of max_model_len over which the reward falls by 1 (0 = off)
+    kl_reward: float = 0.0               # k1 to the policy of the start of RL, times this, off the reward (0 = off)
+    kl_loss: float = 0.0                 # k3 to the same, times this, in the loss (0 = off)
     keep: str = "all"                    # all, longest_leaf (ClawGym II)
     max_logp_gap: float = 0.1            # mean |logp_old - logp_rollout| above which an update is refused (0 = never)
+    # critic (ppo)
+    value_lr: float = 1e-5
+    value_warmup_steps: int = 2          # first RL steps, in which the critic alone learns
+    value_clip: float = 0.2              # greatest change of a value in an update (0 = no clip)
+    gamma: float = 1.0                   # discount a trained token
+    lam: float = 1.0                     # of GAE; gamma = lam = 1: advantage = reward - value
+    whiten: bool = True                  # advantages to mean 0, standard deviation 1 over the batch
     # packing
     micro_batch_tokens: int = 4096       # unique tokens a forward pass
-    share: bool = True                   # compute shared prefixes once (no_share: each path by itself)
+    share: bool = True                   # compute shared prefixes once, where the model can (no_share: never)
+    check_packing: bool = False          # first batch: shared prefixes against each path by itself; stop if they differ
     # evaluation and checkpoints
     eval_every: int = 0           # RL steps between evaluations (0 = only before, after the cold start, and at the end)
     eval_n: int = 2                      # samples an evaluation task (bare model: 1, it rambles)
@@ -102,18 +117,26 @@ def parse(argv=None) -> Config:
 
 def check(cfg: Config):
     choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"),
-               "graft": graft.GRAFTS, "loss_mean": ("rollout", "token"),
-               "correction": ("tis", "icepop", "off"), "keep": ("all", "longest_leaf")}
+               "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
+               "baseline": ("batch", "none"), "keep": ("all", "longest_leaf")}
     for name, allowed in choices.items():
         assert getattr(cfg, name) in allowed, f"--{name} {getattr(cfg, name)}: one of {', '.join(allowed)}"
+    assert set(cfg.correction.split("+")) <= {"tis", "icepop", "geometric", "off"}, (
+        f"--correction {cfg.correction}: tis, icepop, geometric, off, or some of them with + between")
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",
                  "eval_n", "max_model_len"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
     assert 0 < cfg.priority_floor <= 1, f"--priority_floor {cfg.priority_floor}: above 0, at most 1"
     assert not 0 < cfg.dual_clip <= 1, f"--dual_clip {cfg.dual_clip}: above 1, or 0 = off"
-    assert cfg.group_size > 1 or not cfg.steps, "--group_size 1: every advantage would be 0"
-    assert cfg.max_tokens >= 0, f"--max_tokens {cfg.max_tokens}: at least 0"
+    assert not cfg.dual_clip or cfg.algo in ("grpo", "gspo", "ppo"), f"--dual_clip {cfg.dual_clip}: {cfg.algo} has none"
+    assert cfg.group_size > 1 or not cfg.steps or cfg.algo in ("ppo", "reinforce") and not cfg.max_resample, (
+        "--group_size 1: no group would have rewards that differ")
+    assert cfg.overlong_buffer <= cfg.max_model_len, f"--overlong_buffer {cfg.overlong_buffer}: at most max_model_len"
+    for name in ("max_tokens", "max_resample", "loss_constant", "overlong_buffer", "kl_reward", "kl_loss",
+                 "value_warmup_steps", "value_clip"):
+        assert getattr(cfg, name) >= 0, f"--{name} {getattr(cfg, name)}: at least 0"
+    for name in ("gamma", "lam"): assert 0 <= getattr(cfg, name) <= 1, f"--{name} {getattr(cfg, name)}: from 0 to 1"
     sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
     assert len(set(sets)) == len(sets), f"--eval_tasks {cfg.eval_tasks}: the folders need different names"
     assert cfg.algo != "gspo" or cfg.loss_mean == "rollout", f"--loss_mean {cfg.loss_mean}: gspo needs rollout"
@@ -138,6 +161,18 @@ class Policy(torch.nn.Module):
 
     def forward(self, forest, temperature):
         return tree.logprobs(self.model, forest, temperature, entropy=True)
+
+
+class Critic(torch.nn.Module):
+    """The policy's backbone with a head of one number, 0 at first: V of what stands before each scored token."""
+    def __init__(self, model):
+        super().__init__()
+        self.model, model.lm_head = model, torch.nn.Linear(model.lm_head.in_features, 1)
+        for p in model.lm_head.parameters(): torch.nn.init.zeros_(p)
+
+    def forward(self, forest):
+        h, head = tree.hidden_states(self.model, forest)[forest.src], self.model.lm_head
+        return h.float() @ head.weight[0].float() + head.bias.float()      # (N,) float32
 
 
 @dataclass
@@ -176,23 +211,43 @@ def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int
     mine = [i for i, r in enumerate(batch.path_rollout) if r in chosen]
     if not mine: return []
     paths = [batch.paths[i] for i in mine]
-    units = [batch.path_rollout[i] for i in mine] if cfg.algo == "gspo" else None
+    is_whole = cfg.algo == "gspo" or "geometric" in cfg.correction
+    units = [batch.path_rollout[i] for i in mine] if is_whole else None
     groups = [[mine[i] for i in g] for g in tree.split(paths, cfg.micro_batch_tokens, units)]
     groups.sort(key=lambda g: -sum(len(batch.paths[i]) for i in g))
     groups += [None] * (-len(groups) % world)
     return groups[rank::world]
 
 
-def run_micro(policy, batch: Batch, group, cfg: Config, device) -> tuple:
-    """-> logp, entropy (n,), index (n,) into the batch's token vectors, unique tokens computed. An empty turn computes
-    a dummy, so that all ranks gather the same parameters."""
+def lay_out(batch: Batch, group, cfg: Config, device) -> tuple:
+    """-> forest, where (n,) into its scored tokens, index (n,) into the batch's token vectors, unique tokens. An empty
+    turn lays out a dummy with n = 0, so that all ranks gather the same parameters."""
     chosen = group if group is not None else [min(range(len(batch.paths)), key=lambda i: len(batch.paths[i]))]
     forest = tree.pack([batch.paths[i] for i in chosen], [batch.trained[i] for i in chosen], cfg.share).to(device)
-    logp, entropy = policy(forest, cfg.temperature)
     where = torch.cat(forest.where)
     index = torch.cat([torch.arange(batch.tokens[i].start, batch.tokens[i].stop) for i in chosen])
-    if group is None: return logp[where] * 0, entropy[where] * 0, index[:0], 0
-    return logp[where], entropy[where], index, len(forest.ids)
+    return (forest, where, index, len(forest.ids)) if group is not None else (forest, where[:0], index[:0], 0)
+
+
+def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Config) -> tuple:
+    """-> adv (N,), returns (N,) for the critic or None. rewards (R,) float32 without NaN, group (R,) long, norm (N,);
+    old: (N,) log-probabilities, the reference's and values when the update began, where cfg needs them."""
+    if cfg.overlong_buffer:
+        lengths = torch.tensor([max(map(len, t.paths), default=0) for t in trees])
+        rewards = rewards + algos.overlong_penalty(lengths, cfg.max_model_len, cfg.overlong_buffer)
+    if cfg.algo == "ppo":
+        starts = np.cumsum([0] + [t.num_trained for t in trees])
+        chains = [c for t, start in zip(trees, starts) for c in tree.chains(t, start)]
+        of_leaf = rewards.repeat_interleave(torch.tensor([len(t.paths) for t in trees]))
+        kl = -cfg.kl_reward * (old["logp"] - old["ref"]) if cfg.kl_reward else None
+        adv, returns = algos.gae(old["value"], of_leaf, chains, cfg.gamma, cfg.lam, kl)
+        return (algos.whiten(adv, norm) if cfg.whiten else adv), returns
+    if cfg.kl_reward:
+        rewards = rewards - cfg.kl_reward * algos.kl_penalty(old["logp"], old["ref"], batch.rollout, len(rewards))
+    is_rloo = cfg.algo == "rloo"
+    adv = algos.reinforce_advantages(rewards, cfg.baseline) if cfg.algo == "reinforce" else algos.group_advantages(
+        rewards, group, cfg.std_norm and not is_rloo, cfg.leave_one_out or is_rloo)
+    return adv[batch.rollout], None
 
 
 def choose(tasks: list, num: int, solved: dict, times_seen: Counter, floor: float, order: random.Random) -> list:
@@ -301,14 +356,22 @@ def main(cfg: Config):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     transformers.logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    dtype = getattr(torch, cfg.dtype)
-    policy = Policy(model).to(device)
-    mesh = dist.init_device_mesh(device.type, (world,))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.model.layers: fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    opt = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
+    dtype, mesh = getattr(torch, cfg.dtype), dist.init_device_mesh(device.type, (world,))
+
+    def sharded(wrap):
+        net = wrap(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)).to(device)
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in net.model.model.layers: fully_shard(layer, mesh=mesh, mp_policy=precision)
+        return fully_shard(net, mesh=mesh, mp_policy=precision)
+    adam = lambda net, lr: torch.optim.AdamW(net.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
+    policy = sharded(Policy)
+    critic = sharded(Critic) if cfg.algo == "ppo" else None
+    reference = sharded(Policy).requires_grad_(False) if cfg.kl_reward or cfg.kl_loss else None
+    model, opt = policy.model, adam(policy, cfg.lr)
+    value_opt = adam(critic, cfg.value_lr) if critic is not None else None
+    if cfg.share and (why := tree.why_flat(model)):
+        cfg = dataclasses.replace(cfg, share=False)
+        log({"phase": "flat", "why": why}, f"prefixes are not shared, each path is computed by itself: {why}")
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
     shared = {}                                        # name -> tensor that the engine can open, kept from step to step
 
@@ -327,89 +390,122 @@ def main(cfg: Config):
             handles.append((name, reduce_tensor(shared[name])))
         engine.load_weights(handles, version)
 
-    # 3. one optimiser update over a batch of rollouts -----------------------------------------------------------------
-    def update(rollouts: list, adv, version: int, lr: float, is_supervised=False) -> dict:
-        """rollouts: all ranks' alike; adv (R,) float32. -> metrics. Leaves the weights alone where the fidelity gate
-        refuses."""
+    # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
+    clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
+    is_checked = not (cfg.check_packing and cfg.share)
+
+    def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False) -> dict:
+        """rollouts: all ranks' alike; rewards (R,) float32, group_of (R,) long; None: supervised. -> metrics. Leaves
+        the weights alone where the fidelity gate refuses."""
+        nonlocal is_checked
+        is_supervised = rewards is None
         trees = [tree.build(r, keep=cfg.keep) for r in rollouts]
         batch = make_batch(trees, version)
-        norm = algos.token_weights(batch.rollout, len(rollouts), cfg.loss_mean)
-        useful = [i for i in range(len(rollouts)) if adv[i] != 0 and trees[i].num_trained]
-        token_adv, N = adv[batch.rollout], len(batch.rollout)
-        logp_old, seen = torch.zeros(N), torch.zeros(N, dtype=torch.bool)
+        R, N = len(rollouts), len(batch.rollout)
+        norm = algos.token_weights(batch.rollout, R, cfg.loss_mean)
+        seen, old = torch.zeros(N, dtype=torch.bool), {k: torch.zeros(N) for k in ("logp", "value", "ref")}
         sums, m = {}, {"tokens/unique": 0, "tokens/flat": sum(t.num_flat for t in trees), "tokens/trained": N}
         for t in trees:
             for cause, (count, cost) in t.forks.items():
                 m[f"forks/{cause}"] = m.get(f"forks/{cause}", 0) + count
                 m[f"forks/{cause}_tokens"] = m.get(f"forks/{cause}_tokens", 0) + cost
-        num_updates = 1 if is_supervised else cfg.num_epochs * cfg.num_minibatches
-        if not useful: return m
-
-        # every rank knows logp_old of the tokens that any rank computed
-        def share_old():
-            for other_old, other_seen in gather((logp_old, seen), world):
-                logp_old[other_seen], seen[other_seen] = other_old[other_seen], True
+        num_epochs, num_minibatches = (1, 1) if is_supervised else (cfg.num_epochs, cfg.num_minibatches)
+        num_updates = num_epochs * num_minibatches
 
         def gate():
-            share_old()
-            m.update(gap_metrics(batch, logp_old, seen, [r.harness for r in rollouts]))
+            for other, mask in gather((old, seen), world):  # every rank knows the tokens that any rank computed
+                for k in old: old[k][mask] = other[k][mask]
+                seen[mask] = True
+            m.update(gap_metrics(batch, old["logp"], seen, [r.harness for r in rollouts]))
             gap = m.get("fidelity/gap_mean", 0.)
             if cfg.max_logp_gap and not gap <= cfg.max_logp_gap:
-                worst = int(((logp_old - batch.logp_rollout).abs().nan_to_num() * seen).argmax())
+                worst = int(((old["logp"] - batch.logp_rollout).abs().nan_to_num() * seen).argmax())
                 raise ValueError(f"fidelity: mean |logp_old - logp_rollout| = {gap:.4f} > "
                                  f"--max_logp_gap {cfg.max_logp_gap}; update refused. Worst: "
-                                 f"{logp_old[worst]:.3f} against {batch.logp_rollout[worst]:.3f} "
+                                 f"{old['logp'][worst]:.3f} against {batch.logp_rollout[worst]:.3f} "
                                  f"in {rollouts[batch.rollout[worst]].id}. "
                                  "Trainer and engine differ in weights, template or temperature")
 
-        if num_updates > 1:
+        def look(chosen: list):
+            """What the chosen rollouts' tokens are to policy, critic and reference before the update."""
             with torch.no_grad():
-                for group in micro_batches(batch, useful, cfg, rank, world):
-                    logp, _, index, _ = run_micro(policy, batch, group, cfg, device)
-                    logp_old[index], seen[index] = logp.cpu()[:len(index)].float(), True
+                for group in micro_batches(batch, chosen, cfg, rank, world):
+                    forest, where, index, _ = lay_out(batch, group, cfg, device)
+                    old["logp"][index], seen[index] = policy(forest, cfg.temperature)[0][where].cpu(), True
+                    if critic is not None: old["value"][index] = critic(forest)[where].cpu()
+                    if reference is not None: old["ref"][index] = reference(forest, cfg.temperature)[0][where].cpu()
+            for net in filter(None, (policy, critic, reference)): net.reshard()     # FSDP waits for a backward to do it
             gate()
+
+        useful = [i for i in range(R) if trees[i].num_trained]
+        takes_all = not is_supervised and (critic is not None or reference is not None)
+        if takes_all and useful: look(useful)
+        if is_supervised: adv, returns = torch.ones(N), None
+        else: adv, returns = credit(trees, batch, rewards, group_of, norm, old, cfg)
+        if not takes_all: useful = batch.rollout[adv != 0].unique().tolist()
+        if not useful: return m
+        learners = [("", policy, opt)] * (not is_value_only) + [("value_", critic, value_opt)] * (returns is not None)
+        if not is_checked:
+            errors = tree.check_packing(lambda f: policy(f, cfg.temperature)[0], policy.parameters(), batch.paths,
+                                        batch.trained, cfg.micro_batch_tokens)
+            m["packing/logp_error"], m["packing/gradient_error"] = map(max, zip(*gather(errors, world)))
+            worst, is_checked = max(m["packing/logp_error"], m["packing/gradient_error"]), True
+            assert worst <= (1e-4 if cfg.dtype == "float32" else 0.05), (
+                f"--check_packing: packed and by themselves, paths differ by {worst:.2g}; --no_share trains without")
+        if num_updates > 1 and not takes_all: look(useful)
         for g in opt.param_groups: g["lr"] = lr
-        for epoch in range(1 if is_supervised else cfg.num_epochs):
+        # rollouts of zero advantage count in the mean: a part stands for its share of all
+        total = {"rollout": R, "token": N, "constant": R * (cfg.loss_constant or cfg.max_model_len)}[cfg.loss_mean]
+        for epoch in range(num_epochs):
             if num_updates > 1: order.shuffle(useful)
-            parts = np.array_split(useful, 1 if is_supervised else cfg.num_minibatches)
-            for part in (p.tolist() for p in parts if len(p)):
-                # rollouts of zero advantage count in the mean: this part stands for its share of all
-                total = len(rollouts) if cfg.loss_mean == "rollout" else N
+            for part in (p.tolist() for p in np.array_split(useful, num_minibatches) if len(p)):
                 denom = total * len(part) / len(useful)
                 for group in micro_batches(batch, part, cfg, rank, world):
-                    logp, entropy, index, num_unique = run_micro(policy, batch, group, cfg, device)
-                    if len(index) == 0:
-                        logp.sum().backward()
-                        continue
-                    if num_updates == 1: logp_old[index], seen[index] = logp.detach().cpu(), True
-                    old, adv_t, rollout_t, norm_t = (
-                        x[index].to(device) for x in (logp_old, token_adv, batch.rollout, norm))
-                    if is_supervised:
-                        loss, s = -(norm_t * logp).sum() / denom, {"tokens": torch.tensor(float(len(index))),
-                                                                   "nll": -logp.detach().sum()}
-                    else:
-                        weight = algos.correction(old, batch.logp_rollout[index].to(device), cfg.correction,
-                                                  cfg.correction_cap,
-                                                  rollout=rollout_t if cfg.algo == "gspo" else None)
-                        loss, s = algos.LOSSES[cfg.algo](logp, old, adv_t, weight, norm_t, rollout_t, denom,
-                                                         cfg.clip_low, cfg.clip_high, cfg.dual_clip)
-                    (loss * world).backward()               # FSDP averages over ranks
-                    s |= {"loss": loss.detach(), "entropy": entropy.sum(), "unique": torch.tensor(float(num_unique))}
+                    forest, where, index, num_unique = lay_out(batch, group, cfg, device)
+                    here = lambda x: x[index].to(device)    # (n,) of this micro-batch
+                    norm_t, rollout_t = here(norm), here(batch.rollout)
+                    s = {"tokens": torch.tensor(len(index)), "unique": torch.tensor(num_unique)}
+                    if not is_value_only:
+                        logp, entropy = (x[where] for x in policy(forest, cfg.temperature))
+                        if num_updates == 1: old["logp"][index], seen[index] = logp.detach().cpu(), True
+                        if is_supervised: loss, s["nll"] = -(norm_t * logp).sum() / denom, -logp.detach().sum()
+                        else:
+                            old_t, logp_rollout_t = here(old["logp"]), here(batch.logp_rollout)
+                            weight = math.prod(
+                                algos.correction(old_t, logp_rollout_t, k, cfg.correction_cap,
+                                                 rollout=rollout_t if cfg.algo == "gspo" or k == "geometric" else None)
+                                for k in cfg.correction.split("+"))
+                            loss, more = algos.LOSSES[cfg.algo](logp, old_t, here(adv), weight, norm_t, rollout_t,
+                                                                denom, dual_clip=cfg.dual_clip, **clips)
+                            s |= more
+                            if reference is not None:
+                                kl, more = algos.kl_loss(logp, here(old["ref"]), weight, norm_t, denom)
+                                loss, s = loss + cfg.kl_loss * kl, s | more
+                        (loss * world).backward()           # FSDP averages over ranks
+                        s |= {"loss": loss.detach(), "entropy": entropy.sum()}
+                    if returns is not None:
+                        loss, more = algos.value_loss(critic(forest)[where], here(old["value"]), here(returns), norm_t,
+                                                      denom, cfg.value_clip)
+                        (loss * world).backward()
+                        s |= more | {"value_loss": loss.detach()}
                     for k, v in s.items(): sums[k] = sums.get(k, 0.) + v.item()
-                if num_updates == 1 and not is_supervised: gate()
-                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
-                grad_norm = (grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm).item()
-                assert math.isfinite(grad_norm), (
-                    f"gradient norm {grad_norm}: the weights are left as they were; see the last rollouts")
-                opt.step()
-                opt.zero_grad()
-                m["train/grad_norm"] = grad_norm
-        totals = {}
-        for s in gather(sums, world):
-            for k, v in s.items(): totals[k] = totals.get(k, 0.) + v
-        m |= {"tokens/unique": totals["unique"] / (1 if is_supervised else cfg.num_epochs),
-              "train/loss": totals["loss"] / num_updates, "train/lr": lr}
-        m |= {f"train/{k}": v / totals["tokens"] for k, v in totals.items() if k not in ("loss", "unique", "tokens")}
+                if num_updates == 1 and not takes_all and not is_supervised: gate()
+                for name, net, its_opt in learners:
+                    grad_norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.grad_clip)
+                    grad_norm = (grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm).item()
+                    assert math.isfinite(grad_norm), (
+                        f"{name}gradient norm {grad_norm}: the weights are left as they were; see the last rollouts")
+                    its_opt.step()
+                    its_opt.zero_grad()
+                    m[f"train/{name}grad_norm"] = grad_norm
+        totals = Counter()
+        for s in gather(sums, world): totals.update(s)
+        m |= {"tokens/unique": totals["unique"] / num_epochs, "train/lr": lr}
+        m |= {f"train/{k}": totals[k] / num_updates for k in ("loss", "value_loss") if k in totals}
+        m |= {f"train/{k}": v / totals["tokens"] for k, v in totals.items() if k not in (
+            "loss", "value_loss", "unique", "tokens", "weight_sq", "value_tokens", "return_sq", "rest", "rest_sq")}
+        if "weight" in totals: m["train/ess"] = totals["weight"]**2 / max(totals["weight_sq"] * totals["tokens"], 1e-9)
+        if returns is not None: m["train/explained_variance"] = algos.explained_variance(totals)
         return m
 
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
@@ -461,7 +557,7 @@ def main(cfg: Config):
         evaluate(engine, "bare", 1)
         for step in range(cfg.warmup_steps):
             part = [demos[(step * cfg.warmup_rollouts + i) % len(demos)] for i in range(cfg.warmup_rollouts)]
-            m = update(part, torch.ones(len(part)), -1, cfg.warmup_lr, is_supervised=True)
+            m = update(part, -1, cfg.warmup_lr)
             log({"phase": "warmup", "step": step} | m,
                 f"[{time.time() - begin:6.0f} s] warm-up {step + 1}/{cfg.warmup_steps}: "
                 f"nll {m['train/nll']:.3f} a token")
@@ -473,38 +569,49 @@ def main(cfg: Config):
             evaluate(engine, "cold", cfg.eval_n)
 
         # 6. RL --------------------------------------------------------------------------------------------------------
+        if critic is not None: critic.model.model.load_state_dict(model.model.state_dict())
+        if reference is not None: reference.load_state_dict(policy.state_dict())
         me, times_seen, solved = psutil.Process(), Counter(), {}           # solved: category -> running success rate
+        num_wanted = cfg.tasks_per_step * len(names)        # groups
+        first_step = cfg.value_warmup_steps if critic is not None else 0    # of the policy
         for step in range(cfg.steps):
-            lap, times = time.time(), {}
+            lap, times, jobs, rollouts, informative = time.time(), {}, [], [], []
 
             def took(what):
                 nonlocal lap
                 times[f"time/{what}_s"], lap = time.time() - lap, time.time()
-            tasks = choose(train_tasks, cfg.tasks_per_step, solved, times_seen, cfg.priority_floor, order)
-            jobs = rollout.make_jobs(tasks, names, cfg.group_size)
-            rollouts = roll(engine, jobs, f"step-{step:04}", f"step {step + 1}")
+            for turn in range(1 + cfg.max_resample):        # more than one: dynamic sampling, DAPO, 2503.14476, bounded
+                num_tasks = -(-(num_wanted - len(informative)) // len(names))
+                tasks = choose(train_tasks, num_tasks, solved, times_seen, cfg.priority_floor, order)
+                fresh = rollout.make_jobs(tasks, names, cfg.group_size)
+                rollouts += roll(engine, fresh, f"step-{step:04}" + f".{turn}" * bool(turn), f"step {step + 1}")
+                jobs += fresh
+                group_of = torch.arange(len(jobs)) // cfg.group_size        # a group's jobs stand side by side
+                rewards = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts])
+                informative = group_of[algos.is_informative(rewards, group_of)].unique()
+                if len(informative) >= num_wanted: break
             took("rollout")
-            group = {g: i for i, g in enumerate(dict.fromkeys((j.task.id, j.harness) for j in jobs))}
-            rewards = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts])
-            group_of = torch.tensor([group[j.task.id, j.harness] for j in jobs])
-            adv = algos.group_advantages(rewards, group_of, cfg.std_norm, cfg.leave_one_out)
-            judged = [i for i in range(len(jobs)) if not rewards[i].isnan()]
-            for i in judged:                                # over the last 16 rollouts of a category, about
+            judged = ~rewards.isnan()
+            for i in judged.nonzero()[:, 0].tolist():       # over the last 16 rollouts of a category, about
                 rate = solved.get(jobs[i].task.category, 0.)
                 solved[jobs[i].task.category] = rate + (float(rewards[i] >= 1) - rate) / 16
-            lr = cfg.lr * min(1., (step + 1) / max(1, cfg.lr_warmup_steps))
-            m = update([rollouts[i] for i in judged], adv[judged], version, lr) if judged else {}
+            if cfg.max_resample: judged &= torch.isin(group_of, informative[:num_wanted])
+            lr = cfg.lr * min(1., max(0, step - first_step + 1) / max(1, cfg.lr_warmup_steps))
+            m = update([r for r, is_in in zip(rollouts, judged) if is_in], version, lr, rewards[judged],
+                       group_of[judged], is_value_only=step < first_step) if judged.any() else {}
             took("train")
             version += 1
             hand_over(engine, version)
             took("weights")
             s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
-            flat = sum(bool((adv[group_of == g] == 0).all()) for g in group.values())
+            num_groups = len(jobs) // cfg.group_size
             stage = lambda name: sum(r.seconds.get(name, 0.) for r in rollouts)
             m |= {"phase": "rl", "step": step, "reward/mean": rewards.nanmean().item(), "reward/solved": s["pass_rate"],
                   **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item()
                      for h in names if len(names) > 1},
-                  "groups/zero_variance": flat, "groups/num": len(group),
+                  "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
+                  "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
+                  "groups/rounds": turn + 1,
                   **{f"outcome/{k}": v for k, v in s["outcomes"].items()},
                   "calls/num": len(calls), "calls/sampled_tokens": sum(len(c.sampled_ids) for c in calls),
                   "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
@@ -514,7 +621,7 @@ def main(cfg: Config):
                   "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30,
                   "time/total_s": time.time() - begin} | times
             log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, "
-                   f"{flat} of {len(group)} groups without variance, "
+                   f"{m['groups/zero_variance']} of {num_groups} groups without variance, "
                    f"entropy {m.get('train/entropy', math.nan):.3f}, "
                    f"|dlogp| {m.get('fidelity/gap_mean', math.nan):.4f}, "
                    f"r {m.get('fidelity/gap_pearson', math.nan):.4f}, "

@@ -274,6 +274,25 @@ def trained_tokens(c):
     return np.stack([len(c.prompt_ids) + np.arange(n), c.logp_rollout, version, np.full(n, c.id), np.arange(n) == 0])
 
 
+def chains(tree, start=0):
+    """For each path, the trained tokens from root to leaf, whichever path trains them: what GAE runs over.  As indices
+    into token vectors over the paths in order, and in each over its trained positions, from `start` on."""
+    order, shared = dfs(tree.paths)
+    rows, row, size = [None] * len(tree.paths), np.zeros(0, np.int64), 0
+    for i, n in zip(order, shared):                                    # one row for each (prefix, token)
+        own = len(tree.paths[i]) - n
+        row = rows[i] = np.concatenate([row[:n], np.arange(size, size + own)])
+        size += own
+    ends, owner, out = start + np.cumsum([0, *map(len, tree.trained)]), np.full(size, -1), []
+    mine = [np.arange(a, b) for a, b in zip(ends, ends[1:])]
+    for i in reversed(range(len(rows))): owner[rows[i][tree.trained[i]]] = mine[i]      # the first path's stays
+    for r, at, own in zip(rows, tree.trained, mine):
+        chain = owner[r]
+        chain[at] = own                                                # two calls may have sampled the same
+        out.append(torch.from_numpy(chain[chain >= 0]))
+    return out
+
+
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 @dataclass

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import ROOT, make_task
 import algos
+import train as loop
 import tree
 
 QUICK = "--enforce-eager --distributed-executor-backend uni"
@@ -99,6 +101,102 @@ def test_an_update_favours_what_was_rewarded(learnt):
         gain.append((after - torch.cat([torch.tensor(x) for x in t.logp_rollout])).mean().item())
     gain = torch.tensor(gain)
     assert (adv > 0).any() and gain[adv > 0].mean() > gain[adv < 0].mean() and (adv * gain).sum() > 0, (adv, gain)
+
+
+RECIPES = {
+    "ppo": ["--value_warmup_steps=1", "--value_lr=1e-3", "--lam=0.95", "--kl_reward=0.01", "--loss_mean=token"],
+    "gspo": ["--correction=geometric+tis", "--num_epochs=2", "--kl_loss=0.01", "--overlong_buffer=64"]}
+
+
+@pytest.mark.parametrize("algo", RECIPES)
+def test_other_algorithms(learnt, tasks, tmp_path, algo):
+    """Would catch an algorithm whose parts do not fit the loop: a critic or a reference that FSDP cannot gather, a
+    critic that stays as it was or lets the policy move in its warm-up, a reference that is not the policy of the start,
+    half a rollout in a micro-batch, sums that reach no metric. The packing checks itself before the first update."""
+    flags = "--check_packing", "--max_resample=1", "--steps=3", "--lr=1e-3", "--micro_batch_tokens=512"
+    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", f"--algo={algo}", *flags,
+                                 *RECIPES[algo])
+    assert status == 0, stderr[-3000:]
+    rl = [r for r in rows if r["phase"] == "rl"]
+    moved = [r for r in rl if "train/grad_norm" in r]
+    assert len(rl) == 3 and moved and max(r["packing/gradient_error"] for r in rl if "packing/logp_error" in r) < 1e-4
+    for r in rl: assert 1 <= r["groups/rounds"] <= 2 and r["groups/dropped"] < r["groups/num"] or r not in moved, r
+    for r in moved: assert np.isfinite([r["train/loss"], r["train/kl_ref"]]).all() and 0 < r["train/ess"] <= 1, r
+    assert moved[0]["train/kl_ref"] < 1e-6 if algo == "ppo" else moved[0]["train/ratio"] != 1
+    if algo == "ppo":
+        critic = [r for r in rl if "train/value_loss" in r]
+        assert rl[0] not in moved and len(critic) > 1, "in its warm-up the critic alone learns"
+        assert all(np.isfinite(r["train/value_loss"]) and r["train/value_grad_norm"] > 0 for r in critic)
+        known = [abs(r["train/explained_variance"]) for r in critic]
+        assert known[0] < 1e-6 < known[1], "a critic that is 0 at first has not moved"
+    before, after = weights(learnt[0] / "checkpoint"), weights(tmp_path / "run" / "checkpoint")
+    assert any(not before[k].equal(after[k]) for k in before)
+
+
+# ---- pure parts
+
+def forked(reward, sampled):
+    """A rollout of two calls that part after the prompt, of the given sampled ids each."""
+    call = lambda i, ids: tree.Call(i, "main", None, [5, 6], [5, 6], ids, [-1.] * len(ids), "stop")
+    return tree.Rollout("r", "t", "h", "m", 1., 0., [call(i, ids) for i, ids in enumerate(sampled)], "ok", reward)
+
+
+def credited(rewards, group=None, logp=0., ref=0., value=0., **flags):
+    """-> adv, returns of rollouts with 3 trained tokens each, on two paths: 2 and 1."""
+    cfg = loop.Config(max_model_len=8, **flags)
+    trees = [tree.build(forked(r, [[7, 8], [9]])) for r in rewards]
+    batch = loop.make_batch(trees, 0)
+    full = lambda x: torch.full((len(batch.rollout),), x)
+    group = torch.zeros(len(rewards), dtype=torch.long) if group is None else torch.tensor(group)
+    norm = algos.token_weights(batch.rollout, len(rewards), cfg.loss_mean)
+    old = {"logp": full(logp), "ref": full(ref), "value": full(value)}
+    adv, returns = loop.credit(trees, batch, torch.tensor(rewards), group, norm, old, cfg)
+    return adv.tolist(), returns if returns is None else returns.tolist()
+
+
+def test_credit_by_hand():
+    """Would catch advantages of another algorithm than asked for, penalties with the wrong sign or off by a token, a
+    KL a token where it belongs to the rollout (or the other way round), and a critic whose chains mix rollouts."""
+    near = lambda x: pytest.approx(x, abs=1e-5)
+    assert credited([1., 0.], std_norm=False)[0] == [.5] * 3 + [-.5] * 3
+    assert credited([1., 0.], algo="gspo")[0] == near([1.] * 3 + [-1.] * 3)
+    assert credited([1., 0.], algo="rloo")[0] == [1.] * 3 + [-1.] * 3
+    assert credited([1., 0.], algo="reinforce", baseline="none")[0] == [1.] * 3 + [0.] * 3
+    assert credited([1., 0.], [0, 1], algo="reinforce")[0] == [.5] * 3 + [-.5] * 3
+    assert credited([1., 0.], [0, 1])[0] == [0.] * 6, "a group of one compares with nothing"
+    none = {"algo": "reinforce", "baseline": "none"}
+    assert credited([1., 0.], overlong_buffer=6, **none)[0] == near([1 - 2 / 6] * 3 + [-2 / 6] * 3)
+    assert credited([1., 0.], logp=-1., ref=-1.5, kl_reward=.1, **none)[0] == near([.85] * 3 + [-.15] * 3)
+    ppo = {"algo": "ppo", "value": .25, "whiten": False}
+    assert credited([1., 0.], **ppo) == ([.75] * 3 + [-.25] * 3, [1.] * 3 + [0.] * 3)
+    assert credited([1.], gamma=.5, **ppo)[1] == [.5, 1., 1.], "the second token of a path, and a path of one, end it"
+    assert credited([1.], logp=-1., ref=-1.5, kl_reward=.1, **ppo)[1] == near([.9, .95, .95])
+    adv, _ = credited([1., 0.], algo="ppo", value=.25)
+    assert np.mean(adv) == near(0) and np.std(adv) == near(1), "whitened"
+
+
+@pytest.mark.parametrize("flags", [{"algo": "gspo"}, {"correction": "geometric+tis"}, {}])
+def test_micro_batches_keep_rollouts_whole_where_needed(flags):
+    """Would catch GSPO and geometric rejection over parts of rollouts, and ranks with unequal numbers of turns."""
+    cfg = loop.Config(micro_batch_tokens=4, **flags)
+    batch = loop.make_batch([tree.build(forked(1., [[i, 8], [i, 9, 9]])) for i in (7, 8, 9)], 0)
+    turns = [loop.micro_batches(batch, [0, 2], cfg, rank, 2) for rank in (0, 1)]
+    assert len(turns[0]) == len(turns[1])
+    groups = [g for t in turns for g in t if g is not None]
+    assert sorted(sum(groups, [])) == [i for i, r in enumerate(batch.path_rollout) if r in (0, 2)]
+    homes = {r: {n for n, g in enumerate(groups) for i in g if batch.path_rollout[i] == r} for r in (0, 2)}
+    assert all(len(h) == 1 for h in homes.values()) == bool(flags), homes
+
+
+@pytest.mark.parametrize("wrong", [
+    {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1}, {"lam": 1.5},
+    {"group_size": 1, "algo": "ppo", "max_resample": 1}, {"overlong_buffer": 5000}, {"max_resample": -1},
+    {"loss_mean": "token", "algo": "gspo"}, {"baseline": "group"}])
+def test_flags_that_do_not_fit_are_refused(wrong, tmp_path):
+    """Would catch a run of hours whose flags are ignored, or fail only at the first update."""
+    loop.check(loop.Config(out=str(tmp_path), algo="ppo", group_size=1, correction="geometric+tis"))
+    with pytest.raises(AssertionError, match=f"--({'|'.join(wrong)})"):
+        loop.check(loop.Config(out=str(tmp_path), **wrong))
 
 
 def test_canary(learnt, tasks, tmp_path):

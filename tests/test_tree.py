@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from algos import grpo_loss, token_weights
-from tree import (Call, Rollout, block_mask, build, call_line, check_packing, encode, lcp, logprobs, main, pack, parse,
-                  read, split, why_flat)
+from tree import (Call, Rollout, block_mask, build, call_line, chains, check_packing, encode, lcp, logprobs, main, pack,
+                  parse, read, split, why_flat)
 
 IDS = lambda low, high: st.lists(st.integers(0, 2), min_size=low, max_size=high)      # three tokens: they collide often
 quick = settings(max_examples=150, deadline=None)
@@ -245,6 +245,21 @@ def test_rollouts_share_computation_but_no_loss_terms(one, two):
     assert len(forest.ids) == len({tuple(p[:n]) for p in paths for n in range(1, len(p) + 1)})
     assert len(forest.src) == len({tuple(p[:t + 1]) for p, at in zip(paths, scored) for t in at})
     assert sum(map(len, forest.where)) == sum(t.num_trained for t in trees)
+
+
+@quick
+@given(rollouts(), st.integers(0, 5))
+def test_chains_hold_every_trained_token_from_root_to_leaf(rollout, start):
+    """Catches: chains that end where another path trains the tokens, that hold the sibling's sample in the place of
+    their own or both of two equal ones, tokens out of order, and an offset that is forgotten."""
+    tree, trained_at, number = build(rollout), {}, start    # (prefix, token) -> numbers of those who train it, in order
+    for i, (path, at) in enumerate(zip(tree.paths, tree.trained)):
+        for t in at: trained_at.setdefault(tuple(path[:t + 1]), []).append((i, number)); number += 1
+    want = []
+    for i, path in enumerate(tree.paths):
+        owners = [trained_at[key] for t in range(len(path)) if (key := tuple(path[:t + 1])) in trained_at]
+        want.append([dict(o).get(i, o[0][1]) for o in owners])
+    assert [c.tolist() for c in chains(tree, start)] == want
 
 
 def test_an_empty_aborted_call_supersedes_nothing():
