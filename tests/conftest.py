@@ -41,7 +41,7 @@ def tiny(tmp_path_factory):
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=131072, initializer_range=0.1,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.1,
         tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

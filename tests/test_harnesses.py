@@ -25,8 +25,11 @@ then echo 1; else echo 0; fi > /logs/verifier/reward.txt"""
 
 
 @pytest.fixture(scope="module")
-def runner(tiny, bubblewrap):
-    with proxy.Proxy(tiny, max_model_len=CONTEXT_TOKENS, engine="scripted", engine_args=ENGINE) as boundary:
+def runner(tiny, bubblewrap, tmp_path_factory):
+    model = shutil.copytree(tiny, tmp_path_factory.mktemp("model") / "long")    # the scripted engine computes nothing
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+    with proxy.Proxy(model, max_model_len=CONTEXT_TOKENS, engine="scripted", engine_args=ENGINE) as boundary:
         yield rollout.Runner(boundary, bubblewrap, "test-harnesses", num_parallel=1)
 
 
