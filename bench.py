@@ -375,7 +375,7 @@ def bench_weights(args) -> dict:
         model = AutoModelForCausalLM.from_pretrained(proxy.args[1], dtype=torch.float32).to("cuda" if IS_GPU else "cpu")
         for layer in [*model.model.layers, model]: fully_shard(layer)
         shared = {}
-        hand_over = lambda: train.hand_over(proxy, 0, train.full_weights(model), shared, torch.bfloat16)
+        hand_over = lambda: train.hand_over(proxy, 0, model, shared, torch.bfloat16)
 
         def copy():
             for name, t in shared.items(): plain[name].copy_(t)

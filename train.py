@@ -53,6 +53,9 @@ class Config:
     sandbox: str = "auto"                # auto, docker, bubblewrap
     base_image: str = ""                 # NAME=LOCAL,...: local images in the place of others
     num_parallel: int = 32               # rollouts at once, a rank
+    max_calls: int = 0                   # calls of a rollout, then it is overlong (0 = no limit)
+    max_rollout_tokens: int = 0          # sampled tokens of a rollout, then it is overlong (0 = no limit)
+    openclaw_stable: bool = False        # keep OpenClaw's last message where it once stood: its turns then do not fork
     # cold start
     warmup_steps: int = 20               # supervised steps on demonstrations (0 = none)
     warmup_rollouts: int = 8             # demonstrations a warm-up step
@@ -301,6 +304,31 @@ def gap_metrics(batch: Batch, logp_old, seen, harness_of: list) -> dict:
     return out
 
 
+def tied(model) -> set:
+    """Names of the parameters that are others under a second name (an output head tied to the embeddings)."""
+    return {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
+
+
+def full_weights(model):
+    """(name, tensor) of each parameter, gathered one by one from its shards."""
+    left_out = tied(model)
+    for name, p in model.state_dict().items():
+        full = p.full_tensor() if hasattr(p, "full_tensor") else p
+        if name not in left_out: yield name, full
+
+
+def hand_over(engine, version: int, model, shared: dict, dtype):
+    """Weights into this rank's engine, through handles. shared: name -> tensor that the engine can open; filled at
+    first, overwritten later."""
+    handles = []
+    for name, full in full_weights(model):
+        if name not in shared:
+            shared[name] = full.to(dtype) if full.is_cuda else full.to(dtype, copy=True).share_memory_()
+        else: shared[name].copy_(full)
+        handles.append((name, reduce_tensor(shared[name])))
+    engine.load_weights(handles, version)
+
+
 def main(cfg: Config):
     # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------
     begin = time.time()
@@ -372,23 +400,7 @@ def main(cfg: Config):
     if cfg.share and (why := tree.why_flat(model)):
         cfg = dataclasses.replace(cfg, share=False)
         log({"phase": "flat", "why": why}, f"prefixes are not shared, each path is computed by itself: {why}")
-    tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
     shared = {}                                        # name -> tensor that the engine can open, kept from step to step
-
-    def full_weights():
-        for name, p in model.state_dict().items():
-            full = p.full_tensor() if hasattr(p, "full_tensor") else p
-            if name not in tied: yield name, full
-
-    def hand_over(engine, version: int):
-        """Weights into this rank's engine, through handles."""
-        handles = []
-        for name, full in full_weights():
-            if name not in shared:
-                shared[name] = full.to(dtype) if is_gpu else full.to(dtype, copy=True).share_memory_()
-            else: shared[name].copy_(full)
-            handles.append((name, reduce_tensor(shared[name])))
-        engine.load_weights(handles, version)
 
     # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
     clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
@@ -511,7 +523,8 @@ def main(cfg: Config):
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
     def roll(engine, jobs: list, folder: str, what: str) -> list:
         runner = rollout.Runner(engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
-                                max_tokens=cfg.max_tokens, num_parallel=cfg.num_parallel)
+                                num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
+                                max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
         done = runner.run_all(jobs[rank::world], out / "rollouts" / folder, what, quiet=rank > 0)
         parts, merged = gather(done, world), []
         for i in range(len(jobs)): merged.append(parts[i % world][i // world])
@@ -565,7 +578,7 @@ def main(cfg: Config):
         if cfg.warmup_steps:
             opt.state.clear()                               # another objective: its moments would point elsewhere
             version += 1
-            hand_over(engine, version)
+            hand_over(engine, version, model, shared, dtype)
             evaluate(engine, "cold", cfg.eval_n)
 
         # 6. RL --------------------------------------------------------------------------------------------------------
@@ -601,7 +614,7 @@ def main(cfg: Config):
                        group_of[judged], is_value_only=step < first_step) if judged.any() else {}
             took("train")
             version += 1
-            hand_over(engine, version)
+            hand_over(engine, version, model, shared, dtype)
             took("weights")
             s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
             num_groups = len(jobs) // cfg.group_size
@@ -634,14 +647,14 @@ def main(cfg: Config):
         # 7. the checkpoint --------------------------------------------------------------------------------------------
         if cfg.checkpoint:
             weights = {}
-            for name, full in full_weights():               # every rank takes part in the gathering
+            for name, full in full_weights(model):          # every rank takes part in the gathering
                 if rank == 0: weights[name] = full.to(dtype).cpu()
             if rank == 0:
                 tmp, final = out / "checkpoint.tmp", out / "checkpoint"
                 shutil.rmtree(tmp, ignore_errors=True)
                 plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
                 missing, unknown = plain.load_state_dict(weights, strict=False)
-                assert set(missing) <= tied and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
+                assert set(missing) <= tied(model) and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
                 plain.save_pretrained(tmp)
                 AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
                 tmp.rename(final)
