@@ -25,8 +25,8 @@ if args.what == "check":
     failed = []
     for harness in (harness for harness in chosen if harness.version):
         wanted = re.search(r"(==|@)(\d[\d.]*)", harness.package)[2]
-        with sandbox.SANDBOXES[sandbox.choose()](sandbox.Environment("host"), run_id="check", name=harness.name,
-                                                 runtimes=harness.mounts()) as box:
+        kind = sandbox.SANDBOXES[sandbox.choose("bubblewrap")]          # Docker would need an image
+        with kind(sandbox.Environment("host"), run_id="check", name=harness.name, runtimes=harness.mounts()) as box:
             result = box.exec(harness.version, timeout_s=120)
         is_right = result.exit_code == 0 and wanted in result.output
         print(f"{harness.name} {wanted} {'ok' if is_right else f'FAILED: {result}'}", flush=True)
