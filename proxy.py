@@ -97,7 +97,7 @@ class Session:
     is_strict: bool = False                                 # replay: refuse the first call that differs
     diverged: str = None                                    # replay: where the session went live
     calls: list = field(default_factory=list)               # recorded calls (tree.Call), in order of their end
-    seen: list = field(default_factory=list)                # Pending of each call, in order of arrival
+    seen: list = field(default_factory=list)                # Pending of each call that began, in order
     num_started: int = 0                                    # calls whose sampling began
     running: set = field(default_factory=set)               # tasks that sample
     orphans: list = field(default_factory=list)             # Generations that nobody listens to
@@ -181,6 +181,7 @@ def make_recorder():
                 p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
                 call.id = session.num_started
                 session.num_started += 1
+                session.seen.append(call)
                 session.running.add(task := asyncio.create_task(
                     self.sample(call, prompt, p, request_id, kw, outputs)))
                 task.add_done_callback(session.running.discard)
@@ -357,7 +358,8 @@ class Front:
         # half an emoji, where a harness cut its text: no tokenizer takes that
         body = json.dumps(request, ensure_ascii=False).encode(errors="replace")
         gone, is_read = asyncio.Event(), False
-        headers = [h for h in scope["headers"] if h[0] not in (b"content-length", b"transfer-encoding")]
+        headers = [h for h in scope["headers"]
+                   if h[0] not in (b"content-length", b"transfer-encoding", b"content-type")]
 
         async def watch():
             while (await receive())["type"] != "http.disconnect": pass
@@ -372,11 +374,11 @@ class Front:
             return {"type": "http.disconnect"}
         answer = Answer(send, path, request.get("stream") is True, gone)
         tasks = [asyncio.create_task(t) for t in (watch(), answer.live())]
-        scope["headers"] = headers + [(b"content-length", str(len(body)).encode())]
+        scope["headers"] = headers + [(b"content-length", str(len(body)).encode()),
+                                      (b"content-type", b"application/json")]
         try: await self.app(scope, inner_receive, answer.send)
         finally:
             for task in tasks: task.cancel()
-            if call.id is None and call in session.seen: session.seen.remove(call)      # refused, or took one over
             if call.generation is not None and not answer.is_done: self.proxy.orphan(session, call.generation)
 
 
@@ -583,7 +585,6 @@ class Proxy:
                     if s.id in usable and graft.quotes(messages, call, s, lambda: decode(usable[s.id].sampled_ids)):
                         session.retype(s, "compaction")
             call.cause = graft.cause_of(call, session.seen, cause)
-            session.seen.append(call)
             return conversation, [prompt]
         return wrapped
 
