@@ -480,7 +480,8 @@ class Proxy:
                  grace_s=30., engine_args=()):
         self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
         self.grace_s, self.listeners = grace_s, []
-        self.folder = tempfile.mkdtemp(prefix="hrl-")       # short: a unix socket's path has at most 107 bytes
+        place = tempfile.gettempdir()                       # a unix socket's path has at most 107 bytes
+        self.folder = tempfile.mkdtemp(prefix="hrl-", dir=place if len(place) <= 56 else "/tmp")
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
                      "--enable-auto-tool-choice", "--tool-call-parser", tool_parser, "--disable-fastapi-docs",
