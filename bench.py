@@ -1,7 +1,7 @@
 """The benchmarks that the README quotes: each prints a table, or with --json one JSON object.
 
     python bench.py runs runs/seed0 runs/seed1 runs/seed2    # the headline, from the folders of runs of train.py
-    python bench.py tree | packing | sandbox | proxy | weights
+    python bench.py tree | packing | sandbox | proxy | graft | weights
 
 Ratios are within one process, medians of interleaved rounds. tree, packing: CPU seconds of one thread (packing on a
 GPU: seconds).
@@ -31,11 +31,15 @@ proxy: chat completions over unix sockets, by clients and prompt length: through
     own time is not hidden behind the engine's. Each client holds a conversation of --num calls (0 = 4) of 16 tokens.
     throughput_ratio: sampled tokens a second, ours over plain; added_ms: median time of a call, ours less plain;
     added_cpu_ms: the same in CPU time of this process, clients included.
+graft: CPU time. session_growth: of a call (graft, record) of a session that grows to 120k tokens, the last 20 of 200
+    over calls 21 to 40; text_growth: to compare a turn of 40,000 repeated marks, over 4 x that of 10,000 (1 = linear).
 weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
     of a plain copy of the same bytes."""
 import argparse, asyncio, concurrent.futures, ctypes, json, math, os, subprocess, tempfile, time, uuid
+from array import array
 from pathlib import Path
 from statistics import mean, median, stdev
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -364,6 +368,41 @@ def bench_proxy(args) -> dict:
     return {"load": rows}
 
 
+def grow_session(record: Path, num_calls: int) -> tuple:
+    """A session of calls that each add 600 tokens -> session, CPU seconds of each call."""
+    import graft, proxy
+    session, history, seconds = proxy.Session("s", record), array("i", [5] * 100), []
+
+    def call(i, history):
+        call = proxy.Pending(session, 0., id=i, template_ids=history + array("i", [9]))
+        continues = {s.id: s.continues for s in session.seen}
+        call.prompt_ids, parent, call.cause = graft.graft(call.template_ids, session.calls, continues, {2}, str,
+                                                          "canonical")
+        call.continues = parent and parent.id
+        session.seen.append(call)
+        ids = [*range(100, 400), 2]
+        session.put(call, ids, [0.] * len(ids), "stop", [], SimpleNamespace(temperature=1., max_tokens=9), 0.)
+        return call.template_ids + array("i", ids) + array("i", range(300))
+    for i in range(num_calls):
+        s, history = timed(call, i, history, clock=time.thread_time)
+        seconds.append(s)
+    return session, seconds
+
+
+def bench_graft(args) -> dict:
+    import graft
+
+    def compare(n):
+        for unit in "\n\n\n", "<tool_call>\n", " <think>", "</think> ", "<analysis>":
+            text = unit * n
+            graft.meaning(text), graft.asks_for_summary(text), graft.compare("", text, "x</think>" + text)
+    spent = lambda n: median(timed(compare, n, clock=time.thread_time)[0] for _ in range(5))
+    with tempfile.TemporaryDirectory() as tmp: _, seconds = grow_session(Path(tmp, "record"), 200)
+    early, late = mean(seconds[20:40]), mean(seconds[180:])
+    return {"session_growth": late / early, "early_call_ms": 1000 * early, "late_call_ms": 1000 * late,
+            "text_growth": spent(40_000) / (4 * spent(10_000))}
+
+
 def bench_weights(args) -> dict:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -387,7 +426,7 @@ def bench_weights(args) -> dict:
 
 
 BENCHMARKS = {"runs": bench_runs, "tree": bench_tree, "packing": bench_packing, "sandbox": bench_sandbox,
-              "proxy": bench_proxy, "weights": bench_weights}
+              "proxy": bench_proxy, "graft": bench_graft, "weights": bench_weights}
 
 
 def show(x, name=""):

@@ -152,10 +152,9 @@ class Session:
 # --- the recording engine ---------------------------------------------------------------------------------------------
 def make_recorder():
     """vLLM is imported late: `--help` and bad arguments answer at once."""
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from vllm.outputs import CompletionOutput, RequestOutput
 
     class Recorder(AsyncLLM):
         version = 0                                # of the policy's weights; the trainer counts it up at each hand-over
@@ -191,7 +190,7 @@ def make_recorder():
         async def sample(self, call, prompt, p, request_id, kw, outputs):
             """-> RequestOutput, on record by then. Cancelled: recorded as aborted."""
             session = call.session
-            ids, logp, versions, first_s, whole, finish = [], [], [], None, None, "abort"
+            ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "abort"
             if session.script is not None: p.extra_args = {"scripted": session.script[call.id]}
             try:
                 if outputs is None: outputs = super().generate(prompt, p, request_id, **kw)
@@ -208,13 +207,13 @@ def make_recorder():
                     elif new: versions.append([self.version, len(new)])
                     if c.weight_versions:                   # exact also where many tokens come in one piece
                         versions[:] = [[int(v.version), v.end - v.start] for v in c.weight_versions]
-                    if whole is None: whole = out
+                    if answer is None: answer = out
                     else:
-                        whole.add(out, aggregate=True)
-                        whole.outputs[0].finish_reason, whole.outputs[0].stop_reason = c.finish_reason, c.stop_reason
+                        answer.add(out, aggregate=True)
+                        answer.outputs[0].finish_reason, answer.outputs[0].stop_reason = c.finish_reason, c.stop_reason
                     if out.finished: finish = c.finish_reason
             finally: session.put(call, ids, logp, finish, versions, p, first_s)
-            return whole
+            return answer
 
         def replayed(self, call, request_id):
             """The recorded outputs of an equal prompt, or None: from then on the session is live."""
@@ -479,7 +478,7 @@ class Proxy:
     def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", tool_parser="hermes",
                  grace_s=30., engine_args=()):
         self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
-        self.grace_s, self.listeners = grace_s, []
+        self.grace_s = grace_s
         place = tempfile.gettempdir()                       # a unix socket's path has at most 107 bytes
         self.folder = tempfile.mkdtemp(prefix="hrl-", dir=place if len(place) <= 56 else "/tmp")
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
@@ -547,6 +546,7 @@ class Proxy:
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
         eos_ids = {self.tokenizer.eos_token_id}
         decode = lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True)     # what a harness was told
+
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
             call = CALL.get()
             # clamped in `generate`, not refused

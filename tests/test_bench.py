@@ -157,3 +157,8 @@ def test_proxy_and_weights():
     assert all(row["throughput_ratio"] > 0 and row["plain_ms"] > 0 for row in rows)
     got = result("weights", "--num", 1)
     assert got["gb"] == pytest.approx(0.269, abs=0.01) and got["over_copy"] > 0
+
+
+def test_graft():
+    got = result("graft")
+    assert all(got[k] > 0 for k in ("session_growth", "text_growth", "early_call_ms", "late_call_ms"))

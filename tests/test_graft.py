@@ -1,13 +1,13 @@
 """graft.py as pure functions: harnesses at random, thoughts, hostile texts, kinds, and what a long session costs."""
 import json
 import re
-import time
 from array import array
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import bench
 import graft
 import proxy
 import tree
@@ -160,15 +160,13 @@ def test_a_template_that_strips_old_thoughts(tokenizer, mode):
     assert (parent, cause) == ((first, None) if mode == "full" else (None, "thinking_dropped"))
 
 
-def test_hostile_texts_take_linear_time():
+def test_hostile_texts_end():
     """Would catch a policy that repeats a line feed or a mark until its limit and, by a pattern that backtracks, stops
-    the proxy for all sessions: 30,000 of them took over ten seconds."""
-    started = time.thread_time()
+    the proxy for all sessions (it would not end here; `bench.py graft` has the growth)."""
     for unit in "\n\n\n", "<tool_call>\n", " <think>", "</think> ", "<analysis>":
         text = unit * 20_000
         graft.meaning(text), graft.asks_for_summary(text), graft.compare("", text, "x</think>" + text)
         graft.quotes([], row([]), row([("user", text)], kind="side"), lambda: text)
-    assert time.thread_time() - started < 2
 
 
 def row(messages, kind="main", tools=3, id=0, **kw):
@@ -224,24 +222,12 @@ def test_what_is_a_summary():
     assert not is_summary([*asked, ("user", summary)], summary)                     # no shorter history
 
 
-def test_a_long_session_costs_what_it_adds(tmp_path):
-    """Would catch grafting or recording that compares each call with all of the history: 200 calls that grow to 120,000
-    tokens took a minute of the proxy's only thread and 600 MB; they take a third of a second."""
-    session, history = proxy.Session("s", tmp_path / "record"), array("i", [5] * 100)
-    started = time.thread_time()
-    for i in range(200):
-        call = proxy.Pending(session, 0., id=i)
-        call.template_ids = history + array("i", [9])
-        continues = {s.id: s.continues for s in session.seen}
-        call.prompt_ids, parent, cause = graft.graft(call.template_ids, session.calls, continues, {2}, str, "canonical")
-        call.continues = parent and parent.id
-        assert call.continues == (i - 1 if i else None) and cause is None
-        session.seen.append(call)
-        ids = [*range(100, 400), 2]
-        session.put(call, ids, [0.] * len(ids), "stop", [], SimpleNamespace(temperature=1., max_tokens=9), 0.)
-        history = call.template_ids + array("i", ids) + array("i", range(300))
-    assert time.thread_time() - started < 4
+def test_a_long_session_is_one_chain_on_record(tmp_path):
+    """Would catch a graft or a record that loses its place in 200 calls of up to 120,000 tokens, and a record that
+    grows with the history (`bench.py graft` has the time)."""
+    session, _ = bench.grow_session(tmp_path / "record", 200)
+    assert [s.continues for s in session.seen] == [None, *range(199)]
     session.record.write_text('{"type":"rollout","format":1,"id":"r","task":"t","harness":"h","model":"m",'
                               '"temperature":1,"started_s":0}\n' + session.record.read_text())
-    assert tree.read(session.record).calls[-1].prompt_ids == list(call.prompt_ids)
+    assert tree.read(session.record).calls[-1].prompt_ids == list(session.seen[-1].prompt_ids)
     assert session.record.stat().st_size < 3e6

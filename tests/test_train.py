@@ -191,7 +191,7 @@ def test_micro_batches_keep_rollouts_whole_where_needed(flags):
 @pytest.mark.parametrize("wrong", [
     {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1}, {"lam": 1.5},
     {"group_size": 1, "algo": "ppo", "max_resample": 1}, {"overlong_buffer": 5000}, {"max_resample": -1},
-    {"loss_mean": "token", "algo": "gspo"}, {"baseline": "group"}])
+    {"loss_mean": "token", "algo": "gspo"}, {"baseline": "group"}, {"check_packing": True}])
 def test_flags_that_do_not_fit_are_refused(wrong, tmp_path):
     """Would catch a run of hours whose flags are ignored, or fail only at the first update."""
     loop.check(loop.Config(out=str(tmp_path), algo="ppo", group_size=1, correction="geometric+tis"))
