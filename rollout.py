@@ -4,6 +4,7 @@
     python rollout.py --tasks DIR --harness oracle --out runs/oracle   # must score 1 everywhere; nop: 0
     python rollout.py ... --engine scripted --script FILE
                                         # FILE's lines in the model's place; `solution`: each task's own
+    python rollout.py compare A B       # two folders of records or runs of train.py, paired by task: difference, p
 
 build (image or copies) -> agent (no network but the model's socket; neither tests nor solution present) -> verify,
 `strict`: a fresh sandbox, only the workspace carried over, tests put in now, no process of the agent alive. One JSONL a
@@ -23,8 +24,11 @@ import argparse, concurrent.futures, contextlib, json, math, multiprocessing, os
     threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from statistics import fmean, variance
 
+import numpy as np
 from tqdm import tqdm
 
 import graft, harnesses, sandbox, tree
@@ -249,20 +253,98 @@ def wilson(k: float, n: int, z=1.96) -> tuple:
     return max(0., (p + z * z / (2 * n)) / d - half), min(1., (p + z * z / (2 * n)) / d + half)
 
 
-def summary(rollouts: list) -> dict:
-    """Pass rate over the rollouts that have a reward (solved: reward >= 1), its interval, and the outcomes."""
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that one of k samples of a task solves it, unbiased, from c solved of n (2107.03374)."""
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def rate(counts: list, k=1) -> tuple:
+    """pass@k over tasks and its 95 % interval; counts: (judged, solved) of each; those with fewer than k are left out.
+    A task is a cluster: Wilson's interval, for as many independent samples as the spread over the tasks is worth
+    (Kish's design effect; at least one a task). Of a single task: for that task alone, over its samples."""
+    counts = [(n, c) for n, c in counts if n >= k]
+    if not counts: return math.nan, math.nan, math.nan
+    values = [pass_at_k(n, c, k) for n, c in counts]
+    p, num, most = fmean(values), len(counts), sum(n // k for n, _ in counts)
+    spread = variance(values) if num > 1 else 0.
+    size = most if num == 1 else num if p in (0., 1.) else min(most, max(num, p * (1 - p) * num / max(spread, 1e-9)))
+    return p, *wilson(p * size, size)
+
+
+def counts_of(rollouts: list) -> dict:
+    """task -> (judged, solved); tasks that nothing judged are left out."""
     judged = [r for r in rollouts if r.reward is not None]
-    solved = sum(r.reward >= 1 for r in judged)
-    low, high = wilson(solved, len(judged))
-    return {"num": len(rollouts), "num_judged": len(judged), "solved": solved,
-            "pass_rate": solved / len(judged) if judged else math.nan,
-            "low": low, "high": high, "outcomes": dict(Counter(r.outcome for r in rollouts))}
+    num, solved = Counter(r.task for r in judged), Counter(r.task for r in judged if r.reward >= 1)
+    return {task: (n, solved[task]) for task, n in num.items()}
+
+
+def summary(rollouts: list) -> dict:
+    """pass_rate (pass@1) and pass@2, @4, ... over tasks with intervals, from the rollouts that have a reward (solved:
+    reward >= 1), and the outcomes."""
+    counts = list(counts_of(rollouts).values())
+    pass_rate, low, high = rate(counts)
+    s = {"num": len(rollouts), "num_tasks": len(counts), "num_judged": sum(n for n, _ in counts),
+         "solved": sum(c for _, c in counts), "pass_rate": pass_rate, "low": low, "high": high}
+    for k in (2**i for i in range(1, max([n for n, _ in counts], default=0).bit_length())):
+        s |= zip((f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), rate(counts, k))
+    return s | {"outcomes": dict(Counter(r.outcome for r in rollouts))}
 
 
 def show(s: dict) -> str:
     return (f"{100 * s['pass_rate']:.1f} % of {s['num_judged']} solved "
             f"(95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}); "
+            + "".join(f"{k} {100 * v:.1f} %; " for k, v in s.items() if re.fullmatch(r"pass@\d+", k))
             + ", ".join(f"{k} {v}" for k, v in sorted(s["outcomes"].items())))
+
+
+def sign_flip_p(d) -> float:
+    """Two-sided p of a mean of paired differences d (T,), were each sign a coin's: exact up to 16 that are not 0 (with
+    one sample a task, McNemar's exact test), else from 20,000 draws, always the same."""
+    d = d[d != 0]
+    extreme = lambda signs: int((abs(signs @ d) >= abs(d.sum()) - 1e-9).sum())
+    if len(d) <= 16: return sum(extreme(np.array(s)) for s in product((-1., 1.), repeat=len(d))) / 2**len(d)
+    coin = np.random.default_rng(0)
+    return (1 + sum(extreme(coin.choice((-1., 1.), (500, len(d)))) for _ in range(40))) / 20_001
+
+
+def compare(a: dict, b: dict, k=1) -> dict:
+    """a, b: task -> (judged, solved). Paired over the tasks with k samples in both: pass@k of each, difference b - a,
+    95 % interval (Newcombe, 1998, method 10: from the two intervals and the tasks' correlation), p (sign_flip_p)."""
+    tasks = [t for t in a if t in b and min(a[t][0], b[t][0]) >= k]
+    (p, p_low, p_high), (q, q_low, q_high) = (rate([x[t] for t in tasks], k) for x in (a, b))
+    x, y = (np.array([pass_at_k(*c[t], k) for t in tasks]) for c in (a, b))
+    r = np.corrcoef(x, y)[0, 1] if len(tasks) > 1 and np.ptp(x) and np.ptp(y) else 0.
+    half = lambda s, t: math.sqrt(max(0., s * s + t * t - 2 * r * s * t))
+    return {"k": k, "num_tasks": len(tasks), "a": p, "b": q, "difference": q - p,
+            "low": q - p - half(q - q_low, p_high - p), "high": q - p + half(q_high - q, p - p_low),
+            "p": sign_flip_p(y - x)}
+
+
+def read_folder(folder: str) -> list:
+    """Rollouts of a folder of records; of a run of train.py, those of its last evaluation."""
+    root = Path(folder)
+    if (root / "metrics.jsonl").is_file():
+        order = lambda p: (p.name == "eval-end", [int(n) for n in re.findall(r"\d+", p.name)], p.name)
+        root = max(root.glob("rollouts/eval-*"), key=order, default=root / "rollouts" / "eval-*")
+    records = sorted(root.rglob("*.jsonl"))
+    if not records: raise FileNotFoundError(f"{root}: no records; name an --out of rollout.py or train.py")
+    return [tree.read(path) for path in records]
+
+
+def compare_folders(args):
+    a, b = map(read_folder, args.folders)
+    names, rows = sorted({r.harness for r in a} & {r.harness for r in b}), []
+    for name in names + ["all"] * (len(names) > 1):
+        one, two = (counts_of([r for r in x if r.harness in (names if name == "all" else [name])]) for x in (a, b))
+        smallest = min((min(one[t][0], two[t][0]) for t in one if t in two), default=0)
+        rows += [{"harness": name, "left_out": len(one.keys() ^ two.keys())} | compare(one, two, k)
+                 for k in sorted({1, smallest if name != "all" else 1}) if smallest]
+    if not rows: raise ValueError(f"{args.folders[0]} and {args.folders[1]}: no task that both judged with one harness")
+    if args.json: return print(json.dumps(rows))
+    for r in rows:
+        p, q, d, low, high = (100 * r[k] for k in ("a", "b", "difference", "low", "high"))
+        print(f"{r['harness']}, pass@{r['k']}, {r['num_tasks']} tasks: A {p:.1f} %, B {q:.1f} %, B - A {d:+.1f} points "
+              f"(95 %: {low:+.1f} to {high:+.1f}), p {r['p']:.2g}; {r['left_out']} tasks in one folder alone")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -315,6 +397,12 @@ def parse(argv=None):
     p.add_argument("--max_rollout_tokens", type=int, default=0, help="sampled tokens of a rollout (0 = no limit)")
     p.add_argument("--graft", choices=graft.GRAFTS, default="canonical")
     p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
+    if (sys.argv[1:] if argv is None else argv)[:1] == ["compare"]:
+        p = argparse.ArgumentParser(description="pass@k of two folders, paired by task: difference, interval, p.")
+        p.add_argument("compare")
+        p.add_argument("folders", nargs=2, metavar="DIR", help="an --out of rollout.py or train.py, or a folder in it")
+        p.add_argument("--json", action="store_true", help="one JSON list in place of text")
+        return p.parse_args(argv)
     args = p.parse_args(argv)
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
     if args.n < 1 or args.num_parallel < 1: p.error(f"--n {args.n} and --num_parallel {args.num_parallel}: at least 1")
@@ -340,6 +428,7 @@ def make_jobs(tasks, names, n, script=None) -> list:
 
 
 def main(args):
+    if "compare" in args: return compare_folders(args)
     names = list(dict.fromkeys(args.harness.split(",")))
     for name in names:
         if name not in WITHOUT_MODEL: harnesses.load(name).mounts()     # builds the runtimes

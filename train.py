@@ -102,6 +102,7 @@ class Config:
     eval_every: int = 0           # RL steps between evaluations (0 = only before, after the cold start, and at the end)
     eval_n: int = 2                      # samples an evaluation task (bare model: 1, it rambles)
     checkpoint: bool = True              # save the last weights in Hugging Face form
+    save_tokens: bool = True             # each trained token's log-probabilities and advantage, a file a step (viewer)
 
 
 def parse(argv=None) -> Config:
@@ -306,6 +307,17 @@ def gap_metrics(batch: Batch, logp_old, seen, harness_of: list) -> dict:
     return out
 
 
+def save_tokens(file: Path, rollouts: list, trees: list, batch: Batch, seen, **columns):
+    """What training made of each trained token, for viewer.py: columns (N,) float32, NaN where not computed; rollout
+    (N,) into id and started_s (R,), call (N,), pos (N,) index into that call's prompt and sampled ids."""
+    file.parent.mkdir(exist_ok=True)
+    call, pos = (np.concatenate([a for t in trees for a in getattr(t, k)] or [[]]) for k in ("call", "trained"))
+    columns = {k: np.where(seen | (k == "adv"), v, np.nan).astype(np.float32) for k, v in columns.items()}
+    np.savez_compressed(file, id=np.array([r.id for r in rollouts], dtype=str), rollout=batch.rollout.int(),
+                        started_s=[r.started_s for r in rollouts], call=call.astype(np.int32),
+                        pos=pos.astype(np.int32), **columns)
+
+
 def tied(model) -> set:
     """Names of the parameters that are others under a second name (an output head tied to the embeddings)."""
     return {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
@@ -408,7 +420,8 @@ def main(cfg: Config):
     clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
     is_checked = not (cfg.check_packing and cfg.share)
 
-    def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False) -> dict:
+    def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False,
+               tokens_file=None) -> dict:
         """rollouts: all ranks' alike; rewards (R,) float32, group_of (R,) long; None: supervised. -> metrics. Leaves
         the weights alone where the fidelity gate refuses."""
         nonlocal is_checked
@@ -418,6 +431,7 @@ def main(cfg: Config):
         R, N = len(rollouts), len(batch.rollout)
         norm = algos.token_weights(batch.rollout, R, cfg.loss_mean)
         seen, old = torch.zeros(N, dtype=torch.bool), {k: torch.zeros(N) for k in ("logp", "value", "ref")}
+        now = torch.full((N,), math.nan)                    # logp as last computed
         sums, m = {}, {"tokens/unique": 0, "tokens/flat": sum(t.num_flat for t in trees), "tokens/trained": N}
         for t in trees:
             for cause, (count, cost) in t.forks.items():
@@ -481,7 +495,8 @@ def main(cfg: Config):
                     s = {"tokens": torch.tensor(len(index)), "unique": torch.tensor(num_unique)}
                     if not is_value_only:
                         logp, entropy = (x[where] for x in policy(forest, cfg.temperature))
-                        if num_updates == 1: old["logp"][index], seen[index] = logp.detach().cpu(), True
+                        now[index] = logp.detach().cpu()
+                        if num_updates == 1: old["logp"][index], seen[index] = now[index], True
                         if is_supervised: loss, s["nll"] = -(norm_t * logp).sum() / denom, -logp.detach().sum()
                         else:
                             old_t, logp_rollout_t = here(old["logp"]), here(batch.logp_rollout)
@@ -512,6 +527,10 @@ def main(cfg: Config):
                     its_opt.step()
                     its_opt.zero_grad()
                     m[f"train/{name}grad_norm"] = grad_norm
+        if tokens_file:
+            for part in gather(now, world): now = torch.where(part.isnan(), now, part)
+            if rank == 0:
+                save_tokens(tokens_file, rollouts, trees, batch, seen, logp_old=old["logp"], logp=now, adv=adv)
         totals = Counter()
         for s in gather(sums, world): totals.update(s)
         m |= {"tokens/unique": totals["unique"] / num_epochs, "train/lr": lr}
@@ -613,7 +632,9 @@ def main(cfg: Config):
             if cfg.max_resample: judged &= torch.isin(group_of, informative[:num_wanted])
             lr = cfg.lr * min(1., max(0, step - first_step + 1) / max(1, cfg.lr_warmup_steps))
             m = update([r for r, is_in in zip(rollouts, judged) if is_in], version, lr, rewards[judged],
-                       group_of[judged], is_value_only=step < first_step) if judged.any() else {}
+                       group_of[judged], is_value_only=step < first_step,
+                       tokens_file=out / "tokens" / f"step-{step:04}.npz" if cfg.save_tokens else None,
+                       ) if judged.any() else {}
             took("train")
             version += 1
             hand_over(engine, version, model, shared, dtype)

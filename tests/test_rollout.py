@@ -1,5 +1,6 @@
 """rollout.py: real sandboxes, every shell task by oracle and nop, outcomes, and the commands with bad input."""
 import importlib
+import itertools
 import json
 import os
 import socket
@@ -7,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import ROOT, make_task
@@ -220,11 +222,85 @@ def test_summary():
     assert "80.0 % of 10" in rollout.show(s)
 
 
+def test_pass_at_k_and_its_interval():
+    """Would catch a biased pass@k (against all choices of k samples), samples of one task counted as independent tasks,
+    and an interval that misses the truth too often (300 sets of 30 tasks each, drawn from a fixed seed)."""
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                every = [max(s) for s in itertools.combinations([1] * c + [0] * (n - c), k)]
+                assert rollout.pass_at_k(n, c, k) == pytest.approx(sum(every) / len(every))
+    assert rollout.rate([(1, 1)] * 8 + [(1, 0)] * 2)[1:] == pytest.approx(rollout.wilson(8, 10))     # a sample a task
+    half = [(10, 10)] * 5 + [(10, 0)] * 5                   # ten tasks, not a hundred samples
+    assert rollout.rate(half)[1:] == pytest.approx(rollout.wilson(5, 10))
+    assert rollout.rate([(4, 0)] * 10)[1:] == pytest.approx(rollout.wilson(0, 10))
+    assert rollout.rate([(4, 1), (1, 1)], 2)[0] == pytest.approx(0.5)       # the second task has no two samples
+    rng, hits = np.random.default_rng(0), Counter()
+    for n, k, a in ((1, 1, .3), (8, 1, .3), (8, 4, .3), (8, 1, 1.), (8, 8, 1.)):
+        truth = (1 - (1 - rng.beta(a, 2 * a, 200_000))**k).mean()
+        for _ in range(300):
+            solved = rng.binomial(n, rng.beta(a, 2 * a, 30))
+            p, low, high = rollout.rate([(n, int(c)) for c in solved], k)
+            assert 0 <= low <= p <= high <= 1
+            hits[n, k, a] += low <= truth <= high
+    assert all(0.91 < x / 300 <= 0.99 for x in hits.values()), hits
+
+
+def test_paired_comparison():
+    """Would catch a p that is not McNemar's exact one for a sample a task, one from draws that differs from the exact,
+    a comparison that ignores the pairing, one that is not the mirror image when A and B change places, and an interval
+    of no width where nothing was solved."""
+    tasks = [str(i) for i in range(20)]
+    counts = lambda solved: {t: (1, int(int(t) in solved)) for t in tasks}
+    a, b = counts(range(8)), counts([*range(7), *range(8, 14)])             # 7 of both, 1 of a alone, 6 of b alone
+    r, mirror = rollout.compare(a, b), rollout.compare(b, a)
+    assert (r["num_tasks"], r["a"], r["b"]) == (20, 0.4, 0.65) and r["p"] == pytest.approx(2 * (1 + 7) / 2**7)
+    assert [mirror[k] for k in ("difference", "low", "high", "p")] == pytest.approx(
+        [-r["difference"], -r["high"], -r["low"], r["p"]])
+    unpaired = rollout.compare(a, {str(19 - int(t)): c for t, c in b.items()})
+    assert r["low"] < 0.25 < r["high"] and r["high"] - r["low"] < unpaired["high"] - unpaired["low"]
+    none = rollout.compare(counts([]), counts([]))
+    assert none["p"] == 1 and none["low"] < 0 < none["high"] and none["high"] == -none["low"]
+    d = np.random.default_rng(0).normal(0.3, 1, 17)
+    exact = np.mean([abs(sum(s * d)) >= abs(d.sum()) for s in itertools.product((-1, 1), repeat=17)])
+    assert abs(rollout.sign_flip_p(d) - exact) < 0.015
+
+
 # ---- the commands ----
 
 def command(*words, **env):
     return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=os.environ | env, capture_output=True,
                           text=True, timeout=300)
+
+
+def test_compare_command(tmp_path, capsys):
+    """Would catch folders that are paired by anything but the task and the harness, a run whose last evaluation is not
+    the one taken, rollouts without a reward in the rates, and folders with nothing in common told as a result."""
+    def record(folder, task, harness, rewards):
+        for i, reward in enumerate(rewards):
+            path = folder / f"{task}.{harness}.{i}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            head = {"type": "rollout", "format": 1, "id": path.stem, "task": task, "harness": harness, "model": "m",
+                    "temperature": 1.0, "started_s": 0.0}
+            path.write_text("".join(json.dumps(x) + "\n" for x in (head, {"type": "end", "outcome": "ok", "reward": reward})))
+    for i in range(6):
+        record(tmp_path / "a", f"t{i}", "bash", [0, int(i == 0)])
+        for when in ("bare", "step-2", "step-10"):
+            record(tmp_path / "run/rollouts" / f"eval-{when}", f"t{i}", "bash", [int(when == "step-10"), 1])
+    record(tmp_path / "a", "alone", "bash", [1, 1])
+    record(tmp_path / "a", "t0", "pi", [1])
+    record(tmp_path / "run/rollouts/eval-step-10", "t5", "bash", [None, 1])
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    rollout.main(rollout.parse(["compare", str(tmp_path / "a"), str(tmp_path / "run"), "--json"]))
+    (one,) = json.loads(capsys.readouterr().out)
+    assert (one["harness"], one["k"], one["num_tasks"], one["left_out"]) == ("bash", 1, 6, 1)
+    assert one["a"] == pytest.approx(1 / 12) and one["b"] == 1 and one["p"] == pytest.approx(2 / 2**6)
+    result = command("rollout.py", "compare", tmp_path / "a", tmp_path / "run")
+    assert result.returncode == 0 and "B - A +91.7 points" in result.stdout, result
+    record(tmp_path / "other", "t0", "codex", [1])
+    for folder, says in ((tmp_path / "other", "no task that both"), (tmp_path / "none", "no records")):
+        with pytest.raises((ValueError, OSError), match=says):
+            rollout.main(rollout.parse(["compare", str(tmp_path / "a"), str(folder)]))
 
 
 def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
