@@ -640,7 +640,9 @@ def main(cfg: Config):
             hand_over(engine, version, model, shared, dtype)
             took("weights")
             s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
-            num_groups = len(jobs) // cfg.group_size
+            num_groups, sampled = len(jobs) // cfg.group_size, sum(len(c.sampled_ids) for c in calls)
+            lengths = [max([len(c.prompt_ids) + len(c.sampled_ids) for c in r.calls], default=0) for r in rollouts]
+            per_harness = Counter(f"outcome/{j.harness}/{r.outcome}" for j, r in zip(jobs, rollouts) if len(names) > 1)
             stage = lambda name: sum(r.seconds.get(name, 0.) for r in rollouts)
             m |= {"phase": "rl", "step": step, "reward/mean": rewards.nanmean().item(), "reward/solved": s["pass_rate"],
                   **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item()
@@ -648,8 +650,12 @@ def main(cfg: Config):
                   "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
                   "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
                   "groups/rounds": turn + 1,
-                  **{f"outcome/{k}": v for k, v in s["outcomes"].items()},
-                  "calls/num": len(calls), "calls/sampled_tokens": sum(len(c.sampled_ids) for c in calls),
+                  **{f"outcome/{k}": v for k, v in s["outcomes"].items()}, **per_harness,
+                  "tamper/rollouts": sum("tamper" in r.more for r in rollouts),
+                  "length/context_mean": sum(lengths) / len(lengths), "length/context_max": max(lengths),
+                  "length/reply_mean": sampled / max(1, len(calls)),
+                  "staleness/mean": sum((version - 1 - v) * n for c in calls for v, n in c.versions) / max(1, sampled),
+                  "calls/num": len(calls), "calls/sampled_tokens": sampled,
                   "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
                   "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
                   "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify"),

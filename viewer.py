@@ -3,7 +3,7 @@
     python viewer.py RUN_DIR...                     http://127.0.0.1:8765, for this machine alone
     python viewer.py RUN_DIR --export out.html      one file with everything in it, for a colleague or an appendix
 
-RUN_DIR: an --out of train.py or rollout.py, or any folder of records (tree.py). Only these are read; nothing is written.
+RUN_DIR: an --out of train.py or rollout.py, or any folder of records (tree.py). Read only: nothing is written there.
 Covered: a rollout's text only ever becomes text (the page builds no HTML from data, and its content security policy
 runs its own script alone); a request must name this server as its Host (DNS rebinding); an id is looked up, not opened.
 Not covered: there is no password. Who reaches --host reads every prompt; other users of this machine reach loopback."""
@@ -28,28 +28,13 @@ OUTCOMES = {"ok": "The harness ended normally", "overlong": "The harness ran out
             "no_calls": "The harness never reached the model", None: "Not finished"}
 
 
-class Line(msgspec.Struct):                 # what the list needs of a record's line; token lists stay unparsed
-    type: str
-    id: int | str | None = None
-    task: str = ""
-    harness: str = ""
-    model: str = ""
-    started_s: float | None = None
-    kind: str = ""
-    cause: str | None = None
-    parent: int | None = None
-    shared: int = 0
-    tail: msgspec.Raw = msgspec.Raw(b"[]")
-    sampled: msgspec.Raw = msgspec.Raw(b"[]")
-    finish: str = ""
-    received_s: float | None = None
-    finished_s: float | None = None
-    outcome: str | None = None
-    reward: float | None = None
-    detail: str = ""
-    seconds: dict[str, float] = {}
-
-
+# what the list needs of a record's line; token lists stay unparsed
+Line = msgspec.defstruct("Line", [
+    ("type", str), ("id", int | str | None, None), ("task", str, ""), ("harness", str, ""), ("model", str, ""),
+    ("started_s", float | None, None), ("kind", str, ""), ("cause", str | None, None), ("parent", int | None, None),
+    ("shared", int, 0), ("tail", msgspec.Raw, msgspec.Raw(b"[]")), ("sampled", msgspec.Raw, msgspec.Raw(b"[]")),
+    ("finish", str, ""), ("received_s", float | None, None), ("finished_s", float | None, None), ("detail", str, ""),
+    ("outcome", str | None, None), ("reward", float | None, None), ("seconds", dict[str, float], {})])
 decode_line = msgspec.json.Decoder(Line).decode
 count = lambda raw: 0 if len(raw) < 3 else bytes(raw).count(b",") + 1       # numbers in an unparsed JSON list
 
@@ -111,7 +96,7 @@ class Record:
 class Run:
     def __init__(self, root: Path, name: str):
         self.root, self.name, self.records, self.metrics, self.config = root, name, {}, [], {}
-        self.others, self.metrics_size, self.metrics_gen = set(), 0, 0      # others: .jsonl files that are no records
+        self.metrics_size, self.metrics_gen = 0, 0
 
     def refresh(self, gen: int) -> bool:
         """Reads what is new and marks it with gen. -> is anything?"""
@@ -124,14 +109,10 @@ class Run:
                 with contextlib.suppress(ValueError): self.metrics.append(clean(json.loads(text)))
                 self.metrics_gen, changed = gen, True
         for path in self.root.rglob("*.jsonl"):
-            if path in self.others: continue
             with contextlib.suppress(FileNotFoundError):
                 if path not in self.records:
                     with open(path, "rb") as f: head = f.readline()
-                    if not head.endswith(b"\n"): continue
-                    if not re.match(rb'\s*\{\s*"type":\s*"rollout"', head):
-                        self.others.add(path)
-                        continue
+                    if not re.match(rb'\s*\{\s*"type":\s*"rollout".*\n', head): continue      # no record, or not yet
                     self.records[path] = Record(path, path.relative_to(self.root).as_posix().removesuffix(".jsonl"))
                 if self.records[path].read_on(): self.records[path].row["gen"], changed = gen, True
         return changed
@@ -154,15 +135,15 @@ def health(config: dict, metrics: list, rows: list) -> list:
     gap, r, limit, entropy = (got("fidelity/gap_mean"), got("fidelity/gap_pearson"), config.get("max_logp_gap") or 0.1,
                               got("train/entropy"))
     if gap and gap[-1] > limit / 2:
-        say(2, f"Fidelity is low: engine and trainer differ by {gap[-1]:.3f} nats a token (above {limit:g}, updates stop).")
-    elif r and r[-1] < 0.99: say(1, f"Fidelity: token probabilities of engine and trainer correlate by {r[-1]:.4f} only.")
+        say(2, f"Fidelity is low: engine and trainer are {gap[-1]:.3f} nats a token apart ({limit:g} stops updates).")
+    elif r and r[-1] < 0.99: say(1, f"Fidelity: probabilities of engine and trainer correlate by {r[-1]:.4f} only.")
     if len(entropy) >= 6 and (start := fmean(entropy[:3])) > 0:
         now = fmean(entropy[-3:])
         if now < 0.3 * start: say(2, f"Entropy is collapsing: {start:.3f} at first, {now:.3f} now: little is explored.")
         if now > 3 * start: say(2, f"Entropy is rising: {start:.3f} at first, {now:.3f} now: the policy falls apart.")
     num, equal = (sum(got(k)[-3:]) for k in ("groups/num", "groups/zero_variance"))
     if num and equal >= 0.7 * num and (reward := got("reward/mean")[-3:]):
-        say(2, f"Groups are all equal: {equal} of the last {num} have one reward throughout and teach nothing; mean reward "
+        say(2, f"Groups are all equal: {equal} of the last {num} have one reward throughout and teach nothing; mean "
                f"{fmean(reward):.2f}, so the tasks are too {'easy' if fmean(reward) > 0.5 else 'hard'}.")
     last = sorted([x for x in rows if x["outcome"]], key=lambda x: x["started_s"] or 0)[-256:]
     of = {h: [x for x in last if x["harness"] == h] for h in sorted({x["harness"] for x in last})}
@@ -170,21 +151,23 @@ def health(config: dict, metrics: list, rows: list) -> list:
     for h, xs in of.items():
         bad = Counter(x["outcome"] for x in xs if x["outcome"] not in ("ok", "overlong"))
         told = ", ".join(f"{n} {k}" for k, n in bad.most_common())
-        if bad.total() > max(1, 0.2 * len(xs)): say(2, f"Harness {h} is failing: of its last {len(xs)} rollouts {told}.")
+        is_bad = bad.total() > max(1, 0.2 * len(xs))
+        if is_bad: say(2, f"Harness {h} is failing: of its last {len(xs)} rollouts {told}.")
         elif bad: say(1, f"Harness {h}: of its last {len(xs)} rollouts {told}.")
         if len(xs) >= 4 and mean[h] == 0 and max(mean.values()) > 0.1 and h != "nop":
             say(2, f"Harness {h} solves nothing in {len(xs)} rollouts, others do.")
         unknown, cost, used = (sum(f(x) for x in xs) for f in (
             lambda x: x["forks"].get("unknown", (0, 0))[0], lambda x: x["cost"], lambda x: x["tokens"]))
         if unknown: say(1, f"Harness {h}: {unknown} forks of unknown cause: worth a bug report.")
-        if cost > 0.3 * used: say(1, f"Harness {h} forks dearly: {cost:,} tokens again, its longest paths have {used:,}.")
+        if cost > 0.3 * used: say(1, f"Harness {h} forks dearly: {cost:,} tokens again, for paths of {used:,}.")
     calls, cut = (sum(x[k] for x in last) for k in ("calls", "cut"))
     if cut > 0.2 * calls: say(1, f"{cut} of the last {calls} replies were cut at max_tokens.")
     for name, what in (("memory/all_gb", "Memory, GB,"), ("sandboxes/alive", "The number of sandboxes alive")):
         x = got(name)[1:]
         if len(x) >= 5 and x[-1] > 1.2 * x[0] and sum(b >= a for a, b in zip(x, x[1:])) >= 0.8 * (len(x) - 1):
             say(2, f"{what} leaks: from {x[0]:.1f} to {x[-1]:.1f}, growing nearly every step.")
-    if (ess := got("train/ess")) and ess[-1] < 0.5: say(1, f"The correction leaves {100 * ess[-1]:.0f} % of the tokens' worth.")
+    ess = got("train/ess")
+    if ess and ess[-1] < 0.5: say(1, f"The correction leaves {100 * ess[-1]:.0f} % of the tokens' worth.")
     broken = [x for x in rows if "error" in x]
     if broken: say(2, f"{len(broken)} records are broken: {broken[0]['id']}: {broken[0]['error']}")
     return sorted(out, key=lambda x: -x[0])
@@ -252,17 +235,18 @@ def logs(path: Path) -> tuple:
     return (harness if _ else verifier).removeprefix("\n"), verifier if _ else ""
 
 
-# --- the answers, as JSON-able objects; an export holds the same --------------------------------------------------------
+# --- the answers, as JSON-able objects; an export holds the same ------------------------------------------------------
 class Viewer:
     def __init__(self, folders: list, tokenizer=""):
         self.tokenizer, self.pieces, self.boot, self.gen, self.checked = tokenizer, {}, uuid.uuid4().hex, 0, 0.
         self.lock, self.runs = threading.Lock(), {}
         for root in map(Path, folders):
-            if not root.is_dir(): raise FileNotFoundError(f"{root}: no such folder; name an --out of train.py or rollout.py")
+            if not root.is_dir(): raise FileNotFoundError(f"{root}: no such folder; name an --out of train.py")
             name = re.sub(r"[^\w.-]", "-", root.resolve().name)
             name += f"~{len(self.runs)}" * (name in self.runs)
             self.runs[name] = Run(root, name)
         self.answers = {"state": self.state, "rollout": self.rollout, "tokens": self.tokens, "search": self.search}
+        self.state()
 
     def state(self, since="0", boot="") -> dict:
         """What changed after generation `since` of this server's start (`boot`)."""
@@ -342,8 +326,9 @@ class Viewer:
         for text, _ in new_lines(path, 0):
             with contextlib.suppress(msgspec.MsgspecError): lines.append(decode_line(text))
         tok, calls = self.decoder(next((x.model for x in lines), "")), [x for x in lines if x.type == "call"]
-        ids = [msgspec.json.decode(x.sampled) for x in calls]
-        return dict(zip((f"call {x.id}" for x in calls), tok.decode_batch(ids, skip_special_tokens=False))) if tok else {}
+        if tok is None: return {}
+        texts = tok.decode_batch([msgspec.json.decode(x.sampled) for x in calls], skip_special_tokens=False)
+        return {f"call {x.id}": text for x, text in zip(calls, texts)}
 
     def decoder(self, model: str): return load_tokenizer(self.tokenizer or model)
 
@@ -368,8 +353,8 @@ class Viewer:
 def page(data="null") -> tuple:
     """-> the page with data in it, and the content security policy that lets its own script and style run alone."""
     html = Path(__file__).with_name("viewer.html").read_text()
-    script, style = (base64.b64encode(hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", html, re.S)[1].encode()).digest())
-                     .decode() for tag in ("script", "style"))
+    inline = [re.search(f"<{tag}>(.*?)</{tag}>", html, re.S)[1].encode() for tag in ("script", "style")]
+    script, style = (base64.b64encode(hashlib.sha256(text).digest()).decode() for text in inline)
     policy = (f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
               "base-uri 'none'; form-action 'none'")
     return html.replace("@CSP@", policy).replace("@DATA@", data.replace("<", "\\u003c")), policy
@@ -399,7 +384,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, viewer: Viewer, host: str, port: int):
         super().__init__((host, port), Handler)
-        self.viewer, self.names = viewer, {f"{h}:{self.server_address[1]}" for h in ("localhost", "127.0.0.1", host.lower())}
+        names, port = ("localhost", "127.0.0.1", host.lower()), self.server_address[1]
+        self.viewer, self.names = viewer, {f"{name}:{port}" for name in names}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -408,7 +394,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         url, answers = urlsplit(self.path), self.server.viewer.answers
         name = url.path.removeprefix("/api/")
-        if self.headers.get("Host", "").lower() not in self.server.names: return self.reply(403, {"error": "unknown Host"})
+        if self.headers.get("Host", "").lower() not in self.server.names: return self.reply(403, {"error": "Host"})
         if url.path == "/":
             html, policy = page()
             return self.reply(200, html, "text/html; charset=utf-8", policy + "; frame-ancestors 'none'")
@@ -426,7 +412,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_): pass
+    def log_message(self, *_): pass         # http.server's own, a line a request
 
 
 def parse(argv=None):
@@ -444,7 +430,7 @@ def main(args):
     viewer = Viewer(args.folders, args.tokenizer)
     if args.export: return export(viewer, Path(args.export), args.export_rollouts)
     server, is_local = Server(viewer, args.host, args.port), args.host in ("127.0.0.1", "localhost")
-    told = "on loopback: this machine alone" if is_local else "NOT on loopback: who reaches this port reads every prompt"
+    told = "on loopback: for this machine alone" if is_local else "NOT on loopback: who reaches it reads every prompt"
     print(f"http://{args.host}:{server.server_address[1]}/  listens {told}", flush=True)
     server.serve_forever()
 

@@ -64,6 +64,27 @@ def learnt(tiny, tasks, tmp_path_factory):
     return out, rows
 
 
+def test_the_page_shows_what_training_made_of_each_token(learnt):
+    """Would catch saved tokens that stand at another call or place than they were sampled at (the gap over all of them
+    is then not the one that the step measured), advantages of other rollouts, and a ratio that is not of the update."""
+    import viewer
+    out, rows = learnt
+    page, num = viewer.Viewer([out]), 0
+    for m in (m for m in rows if m["phase"] == "rl" and "fidelity/gap_mean" in m):
+        gaps, changes, adv = [], [], {}
+        for path in sorted((out / "rollouts" / f"step-{m['step']:04}").glob("*.jsonl")):
+            record, id = tree.read(path), f"run/rollouts/step-{m['step']:04}/{path.stem}"
+            for c in record.calls:
+                t = page.tokens(id, c.id, len(c.prompt_ids), len(c.ids))
+                gaps += [abs(a - b) for a, b in zip(t["old"], t["logp"]) if a is not None]
+                changes += [abs(a - b) for a, b in zip(t["old"], t["now"]) if a is not None]
+                adv.setdefault((record.task, record.reward), set()).update(t["adv"])
+        assert np.mean(gaps) == pytest.approx(m["fidelity/gap_mean"], rel=1e-3) and max(changes) > 1e-4, m
+        assert all(len(x) == 1 and (max(x) > 0) == (reward > 0 and max(x) != 0) for (_, reward), x in adv.items()), adv
+        num += len(gaps)
+    assert num > 0
+
+
 def test_cold_start_rl_and_checkpoint(tiny, learnt):
     """Would catch a loop that does not learn its demonstrations, weights that never reach the engine (the gap after
     the updates), a fidelity that is not measured, and a checkpoint that is not the trained model."""
