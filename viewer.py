@@ -5,7 +5,7 @@
 
 RUN_DIR: an --out of train.py or rollout.py, or any folder of records (tree.py). Read only: nothing is written there.
 Covered: a rollout's text only ever becomes text (the page builds no HTML from data, and its content security policy
-runs its own script alone); a request must name this server as its Host (DNS rebinding); an id is looked up, not opened.
+runs its own script alone); on loopback a request must name that as its Host (DNS rebinding); an id is looked up.
 Not covered: there is no password. Who reaches --host reads every prompt; other users of this machine reach loopback."""
 import argparse, base64, contextlib, hashlib, json, math, re, threading, time, uuid
 from collections import Counter
@@ -21,6 +21,7 @@ import numpy as np
 
 import rollout, tree
 
+LOOPBACK = ("127.0.0.1", "localhost")
 LOG_BYTES = 100_000                         # shown of each end of a log
 OUTCOMES = {"ok": "The harness ended normally", "overlong": "The harness ran out of turns or of its token budget",
             "timeout": "The agent's time limit ended it", "harness_error": "The harness ended with an error status",
@@ -384,8 +385,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, viewer: Viewer, host: str, port: int):
         super().__init__((host, port), Handler)
-        names, port = ("localhost", "127.0.0.1", host.lower()), self.server_address[1]
-        self.viewer, self.names = viewer, {f"{name}:{port}" for name in names}
+        self.viewer, self.is_local = viewer, host in LOOPBACK
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -394,7 +394,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         url, answers = urlsplit(self.path), self.server.viewer.answers
         name = url.path.removeprefix("/api/")
-        if self.headers.get("Host", "").lower() not in self.server.names: return self.reply(403, {"error": "Host"})
+        host = re.sub(r":\d+$", "", self.headers.get("Host", ""))      # any port: it may be forwarded
+        if self.server.is_local and host not in LOOPBACK: return self.reply(403, {"error": f"not this Host: {host}"})
         if url.path == "/":
             html, policy = page()
             return self.reply(200, html, "text/html; charset=utf-8", policy + "; frame-ancestors 'none'")
@@ -409,8 +410,9 @@ class Handler(BaseHTTPRequestHandler):
         for k, v in {"Content-Type": kind, "Content-Length": str(len(body)), "Content-Security-Policy": policy,
                      "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
                      "Cross-Origin-Resource-Policy": "same-origin"}.items(): self.send_header(k, v)
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):          # the reader has gone
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, *_): pass         # http.server's own, a line a request
 
@@ -429,8 +431,8 @@ def parse(argv=None):
 def main(args):
     viewer = Viewer(args.folders, args.tokenizer)
     if args.export: return export(viewer, Path(args.export), args.export_rollouts)
-    server, is_local = Server(viewer, args.host, args.port), args.host in ("127.0.0.1", "localhost")
-    told = "on loopback: for this machine alone" if is_local else "NOT on loopback: who reaches it reads every prompt"
+    server = Server(viewer, args.host, args.port)
+    told = "on loopback: for this machine alone" if server.is_local else "NOT on loopback: who reaches it reads it all"
     print(f"http://{args.host}:{server.server_address[1]}/  listens {told}", flush=True)
     server.serve_forever()
 

@@ -2,9 +2,11 @@
 import base64
 import http.client
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -65,11 +67,13 @@ def run(scripted, tiny, tokenizer, bubblewrap, tmp_path_factory):
     step = root / "rollouts" / "step-0000"
     task = rollout.load_task(make_task(tmp_path_factory.mktemp("tasks") / "say", "Say hi.", test=TEST), "say",
                              {"debian:bookworm-slim": "host"})
-    jobs = [rollout.Job(task, "bash", i, (f"```bash\necho {word} > out.txt\n```", "DONE")) for i, word in enumerate(("no", "hi"))]
+    jobs = [rollout.Job(task, "bash", i, (f"```bash\necho {word} > out.txt\n```", "DONE"))
+            for i, word in enumerate(("no", "hi"))]
     rollout.Runner(scripted, bubblewrap, "test-view", model=tiny).run_all(jobs, step, "", quiet=True)
     for path in step.glob("say*.jsonl"):                    # a scripted engine has no log-probabilities
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines: line |= {"logp": [-0.5 - i / 64 for i in range(len(line["sampled"]))]} if "logp" in line else {}
+        for line in lines:
+            if "logp" in line: line["logp"] = [-0.5 - i / 64 for i in range(len(line["sampled"]))]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     solved = tree.read(step / "say.bash.1.jsonl")
     assert solved.reward == 1 and tree.read(step / "say.bash.0.jsonl").reward == 0, solved
@@ -84,14 +88,15 @@ def run(scripted, tiny, tokenizer, bubblewrap, tmp_path_factory):
         path.with_suffix(".log").write_text(log)
     said = lambda *texts: [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
     talk("forked", ["one größe 🦊", "two", "three"],
-         [said("Count."), said("Count.", "one größe 🦊", "on"), said("Count to three.", "one größe 🦊", "on", "two", "on")],
-         {"task": "count", "harness": "editor"}, {"reward": 0.0, "detail": "exit status 3"}, "started\n\n=== verifier\nno\n")
+         [said("Count."), said("Count.", "one größe 🦊", "on"),
+          said("Count to three.", "one größe 🦊", "on", "two", "on")],
+         {"task": "count", "harness": "editor"}, {"reward": 0.0, "detail": "exit status 3"}, "\n=== verifier\nno\n")
     talk("hostile", [NASTY] * 2, [said(NASTY), said("<b>" + NASTY)], {"task": NASTY, "harness": '"><b id=b>'},
          {"reward": 0.0, "detail": NASTY}, NASTY + "\n=== verifier\n" + NASTY)
     words = tokenizer.encode("The quick brown fox jumps over the lazy dog.\n") * 10_000
     write(step / "long.jsonl", [call(0, words[:99_000], words[:1000])], {"model": tiny, "task": "long"})
     for i in range(4):
-        write(step / f"fail{i}.jsonl", [], {"task": f"f{i}", "harness": "crasher"}, {"outcome": "harness_error", "detail": "exit 1"})
+        write(step / f"fail{i}.jsonl", [], {"task": f"f{i}", "harness": "crasher"}, {"outcome": "harness_error"})
     (root / "config.json").write_text(json.dumps({"steps": 2, "algo": "grpo", "model": "tiny"}))
     rows = [{"phase": "rl", "step": i, "reward/mean": 0.5, "train/entropy": 1.0 - 0.1 * i, "groups/num": 4,
              "groups/zero_variance": 1, "time/rollout_s": 2.0, "time/train_s": 1.0, "time/weights_s": float("nan"),
@@ -125,7 +130,8 @@ def test_list_agrees_with_the_tree(tmp_path):
             record.read_on()
         row, whole = record.row, tree.read(path)
         forks = tree.build(whole).forks
-        assert {k: tuple(v) for k, v in row["forks"].items()} == forks and row["cost"] == sum(c for _, c in forks.values())
+        assert {k: tuple(v) for k, v in row["forks"].items()} == forks
+        assert row["cost"] == sum(cost for _, cost in forks.values())
         assert (row["calls"], row["sampled"], row["tokens"]) == (
             len(calls), sum(len(c.sampled_ids) for c in calls), max(len(c.ids) for c in calls))
         assert row["outcome"] == "ok" and "error" not in row and not record.read_on()
@@ -149,7 +155,8 @@ def test_only_news_is_sent_and_no_record_is_opened_for_a_list(tmp_path):
     with open(tmp_path / "run" / "9.jsonl", "a") as f: f.write("{broken\n")
     second = news(first)
     (run,) = second["runs"]
-    assert [r["id"] for r in run["rows"]] == ["9"] and "error" in run["rows"][0] and run["metrics"] == [{"phase": "rl", "step": 0}]
+    assert [r["id"] for r in run["rows"]] == ["9"] and "error" in run["rows"][0]
+    assert run["metrics"] == [{"phase": "rl", "step": 0}]
     assert any("broken" in text for _, text in run["health"])
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 5}\n')
     assert news(second)["runs"][0]["metrics"] == [{"step": 5}] and news(first)["runs"][0]["rows"] == run["rows"]
@@ -162,12 +169,14 @@ def test_tokens(run, tokenizer):
     page = viewer.Viewer([run])
     page.state()
     for name, adv in (("say.bash.0", -1), ("say.bash.1", 1), ("forked", None)):
-        record, told = tree.read(run / f"rollouts/step-0000/{name}.jsonl"), page.rollout(f"run/rollouts/step-0000/{name}")
+        id = f"run/rollouts/step-0000/{name}"
+        record, told = tree.read(run.parent / f"{id}.jsonl"), page.rollout(id)
         for c, shown in zip(record.calls, told["calls"]):
             n, size = len(c.prompt_ids), len(c.ids)
-            whole = page.tokens(f"run/rollouts/step-0000/{name}", c.id, 0, size)
+            whole = page.tokens(id, c.id, 0, size)
             assert "".join(whole["text"]) == tokenizer.decode(c.ids) and whole["ids"] == c.ids and shown["trained"]
-            assert whole["logp"] == [None] * n + viewer.clean(c.logp_rollout) and whole["mask"] == [None] * n + [1] * (size - n)
+            assert whole["logp"] == [None] * n + viewer.clean(c.logp_rollout)
+            assert whole["mask"] == [None] * n + [1] * (size - n)
             if adv is None: assert "old" not in whole and shown["gap"] is None
             else:
                 assert whole["adv"] == [None] * n + [adv] * (size - n) and shown["adv"] == adv
@@ -175,7 +184,7 @@ def test_tokens(run, tokenizer):
                 assert whole["now"][n:] == pytest.approx([x - 0.15 for x in c.logp_rollout])
                 assert shown["gap"] == pytest.approx(0.25)
             for start, end in ((n - 2, n + 1), (n + 1, size), (0, n), (size, size + 5)):
-                part = page.tokens(f"run/rollouts/step-0000/{name}", c.id, start, end)
+                part = page.tokens(id, c.id, start, end)
                 for k in whole.keys() - {"start", "text"}: assert part[k] == whole[k][start:end], (k, start, end)
     (fork,) = [c for c in told["calls"] if c["fork"]]
     assert fork["cause"] == "history_edited" and fork["cost"] > 0
@@ -187,15 +196,16 @@ def test_why_and_health(run):
     """Would catch a rollout without its reason in words, and warnings that stay out or come without cause."""
     page = viewer.Viewer([run])
     (told,) = page.state()["runs"]
-    assert any("crasher is failing: of its last 4 rollouts 4 harness_error" in t for _, t in told["health"]), told["health"]
+    assert "Harness crasher is failing: of its last 4 rollouts 4 harness_error." in [t for _, t in told["health"]], told
     why = page.rollout("run/rollouts/step-0000/say.bash.0")["why"]
     assert "reward 0" in why[0] and any("out.txt should hold hi" in t or "last words: 0" in t for t in why), why
-    fine = [{"phase": "rl", "train/entropy": 1.0, "fidelity/gap_mean": 0.01, "fidelity/gap_pearson": 0.999, "memory/all_gb": 5.0,
-             "groups/num": 8, "groups/zero_variance": 3, "reward/mean": 0.4, "train/ess": 0.99}] * 8
+    fine = [{"phase": "rl", "train/entropy": 1.0, "fidelity/gap_mean": 0.01, "fidelity/gap_pearson": 0.999,
+             "memory/all_gb": 5.0, "groups/num": 8, "groups/zero_variance": 3, "reward/mean": 0.4, "train/ess": 1.}] * 8
     assert viewer.health({}, fine, []) == []
-    for name, values, word in (("fidelity/gap_mean", [0.01] * 7 + [0.08], "Fidelity"), ("fidelity/gap_pearson", [0.9] * 8, "Fidelity"),
-                               ("train/entropy", [1, 1, 1, .5, .4, .2, .1, .1], "collapsing"), ("train/ess", [0.2] * 8, "correction"),
-                               ("groups/zero_variance", [7] * 8, "all equal"), ("memory/all_gb", [5, 5, 6, 7, 8, 9, 10, 11], "leak")):
+    for name, values, word in (
+            ("fidelity/gap_mean", [0.01] * 7 + [0.08], "Fidelity"), ("fidelity/gap_pearson", [0.9] * 8, "Fidelity"),
+            ("train/entropy", [1, 1, 1, .5, .4, .2, .1, .1], "collapsing"), ("train/ess", [0.2] * 8, "correction"),
+            ("groups/zero_variance", [7] * 8, "all equal"), ("memory/all_gb", [5, 5, 6, 7, 8, 9, 10, 11], "leak")):
         warned = viewer.health({}, [m | {name: float(v)} for m, v in zip(fine, values)], [])
         assert len(warned) == 1 and word in warned[0][1], (name, warned)
 
@@ -216,7 +226,7 @@ def server(run, tmp_path_factory):
 
 def test_what_the_server_gives_out(server, run):
     """Would catch an answer to another site's name for this address, a file outside the run, a script that the page's
-    policy lets in from anywhere, a bad request that ends the server, and a listener on more than loopback by default."""
+    policy lets in from anywhere, a bad request that ends the server, and a default that is more than loopback."""
     address = server[0].removeprefix("http://")
 
     def get(path, **headers):
@@ -229,9 +239,12 @@ def test_what_the_server_gives_out(server, run):
     assert headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'sha256-")
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", body)
     assert get("/api/state", Host="evil.example")[0] == 403 and get("/", Host="evil.example:80")[0] == 403
-    for path, expected in (("/api/rollout?id=run/../../etc/passwd", 404), ("/api/rollout?id=run/config", 404), ("/x", 404),
-                           ("/../viewer.py", 404), ("/api/rollout", 400), ("/api/tokens?id=run/rollouts/step-0000/forked&call=x", 400),
-                           ("/api/tokens?id=run/rollouts/step-0000/forked&call=77", 404), ("/api/state?since=0", 200)):
+    assert get("/", Host="localhost:9000")[0] == 200        # a forwarded port
+    call = "/api/tokens?id=run/rollouts/step-0000/forked&call="
+    for path, expected in ((call + "0", 200), (call + "77", 404), (call + "x", 400), ("/api/state?since=0", 200),
+                           ("/x", 404), ("/api/rollout?id=run/../../etc/passwd", 404),
+                           ("/api/rollout?id=run/config", 404),
+                           ("/../viewer.py", 404), ("/api/rollout", 400)):
         assert get(path)[0] == expected, path
     assert viewer.parse(["x"]).host == "127.0.0.1"
 
@@ -257,7 +270,7 @@ class Tab:
         self.num += 1
         self.socket.send(json.dumps({"id": self.num, "method": method, "params": params}))
         while (m := json.loads(self.socket.recv(timeout=120))).get("id") != self.num:
-            if m["method"] == "Runtime.exceptionThrown" or m["method"] == "Log.entryAdded" and m["params"]["entry"]["level"] == "error":
+            if m["method"] == "Runtime.exceptionThrown" or m.get("params", {}).get("entry", {}).get("level") == "error":
                 self.problems.append(m["params"])
         assert "error" not in m, m
         return m["result"]
@@ -265,36 +278,37 @@ class Tab:
     def size(self, width, height):
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
-    def js(self, text):
-        result = self.send("Runtime.evaluate", expression=text, awaitPromise=True, returnByValue=True)
+    def js(self, expression):
+        """Its value; all(selector) are elements, text(selector) is what the first shows."""
+        helpers = "all = s => [...document.querySelectorAll(s)], text = s => document.querySelector(s)?.innerText ?? ''"
+        result = self.send("Runtime.evaluate", expression=f"(() => {{ const {helpers}; return {expression} }})()",
+                           awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, text):
-        """Until the expression holds; -> its value."""
+    def wait(self, expression):
+        """Until the expression holds."""
         for _ in range(1200):
-            if value := self.js(text): return value
+            if self.js(expression): return
             time.sleep(0.1)
-        raise AssertionError(f"never so: {text}; {self.problems}; {self.js('document.body.innerText')[:2000]}")
+        raise AssertionError(f"never so: {expression}; {self.problems}; {self.js('text(`body`)')[:2000]}")
 
     def open(self, url, until):
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=url)
-        return self.wait(until)
+        self.wait(until)
 
     def key(self, key):
-        for kind in ("keyDown", "keyUp"): self.send("Input.dispatchKeyEvent", type=kind, key=key, text=key if len(key) == 1 and kind == "keyDown" else "")
+        for kind in ("keyDown", "keyUp"): self.send("Input.dispatchKeyEvent", type=kind, key=key)
 
     def click(self, selector):
-        self.wait(f"!!document.querySelector({json.dumps(selector)})")
-        self.js(f"document.querySelector({json.dumps(selector)}).dispatchEvent(new MouseEvent('click', {{bubbles: true, cancelable: true}})) && 0")
-        self.js(f"document.querySelector({json.dumps(selector)})?.href ? document.querySelector({json.dumps(selector)}).click() : 0")
+        self.wait(f"all(`{selector}`).length")
+        self.js(f"all(`{selector}`)[0].dispatchEvent(new MouseEvent('click', {{bubbles: true, cancelable: true}}))")
 
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory):
-    import os
-    if CHROMIUM is None and not os.environ.get("CI"): pytest.skip("no Chromium; apt-get install chromium-headless-shell")
+    if CHROMIUM is None and not os.environ.get("CI"): pytest.skip("no Chromium: bash setup.sh docker")
     tab = Tab(tmp_path_factory.mktemp("chromium"))
     yield tab
     tab.socket.close()
@@ -302,61 +316,60 @@ def tab(tmp_path_factory):
     tab.process.wait()
 
 
-TEXT, SOURCE = "document.querySelector('main').innerText", "document.documentElement.outerHTML"
 AT = "#view=rollout&id=run/rollouts/step-0000/"
+ROWS = "all(`tbody tr`).length"
 
 
 def test_overview_says_which_harness_fails(tab, server):
     """Would catch a page that shows nothing, that does not name the harness that fails, and links that lead nowhere."""
-    tab.open(server[0] + "#view=overview&run=run", "document.querySelectorAll('svg').length > 3")
-    assert "crasher is failing" in tab.js(TEXT) and "harness_error 4" in tab.js(TEXT)
-    assert tab.js("[...document.querySelectorAll('tbody tr')].map(r => r.cells[0].innerText)[0]") in ("crasher", "editor", '"><b id=b>', "h")
-    tab.click("a.tag[href*='crasher']")
-    tab.wait("location.hash.includes('outcome%3Aharness_error') && document.querySelectorAll('tbody tr').length === 4")
-    assert tab.js("document.querySelector('header input').value") == "harness:crasher outcome:harness_error"
-    assert not tab.problems
+    tab.open(server[0] + "#view=overview&run=run", "all(`svg`).length > 3")
+    shown = tab.js("text(`main`)")
+    assert "crasher is failing" in shown and "harness_error 4" in shown and "pass@1" in shown
+    assert tab.js("all(`tbody tr`)[0].cells[0].innerText") == "crasher"         # the worst stands first
+    tab.click("a.tag[href*=crasher]")
+    tab.wait(f"location.hash.includes('outcome%3Aharness_error') && {ROWS} === 4")
+    assert tab.js("all(`header input`)[0].value") == "harness:crasher outcome:harness_error" and not tab.problems
 
 
 def test_grid_list_and_search(tab, server):
-    """Would catch a cell at another task or step, a filter that shows others, a list that builds 700 rows at once, and
-    a search that does not find what a log or a reply holds."""
-    tab.open(server[0] + "#view=grid&run=run", "document.querySelectorAll('.cell .sq').length >= 9")
-    assert tab.js("[...document.querySelectorAll('.cell')].every(c => c.style.gridArea)") is True
+    """Would catch a cell without its rollouts, a filter that shows others, a list that builds 700 rows at once, and a
+    search that does not find what a log or a reply holds."""
+    tab.open(server[0] + "#view=grid&run=run", "all(`.cell .sq`).length === 9 && all(`.cell`).length === 8")
     tab.click(".sq[title^='say.bash.0']")
-    tab.wait("location.hash.includes('say.bash.0') && !!document.querySelector('article')")
-    tab.open(server[0] + "#view=list&run=grows", "document.querySelectorAll('tbody tr').length >= 200")
-    assert tab.js("document.querySelectorAll('tbody tr').length") <= 400        # at most one more batch, come into view
-    tab.open(server[0] + "#view=list&run=run&q=harness:bash+reward:0", "document.querySelectorAll('tbody tr').length === 1")
+    tab.wait("location.hash.includes('say.bash.0') && all(`article`).length")
+    tab.open(server[0] + "#view=list&run=grows", f"{ROWS} >= 200")
+    assert tab.js(ROWS) <= 400                              # at most one more batch, come into view
+    tab.open(server[0] + "#view=list&run=run&q=harness:bash+reward:0", f"{ROWS} === 1")
     for word, name in (("out.txt should hold", "say.bash.0"), ("größe 🦊", "forked")):
-        tab.open(server[0] + "#view=list&run=run", "document.querySelectorAll('tbody tr').length > 5")
-        tab.js(f"document.querySelector('header input').value = {json.dumps(word)}; document.querySelector('header input').dispatchEvent(new Event('input'))")
-        tab.js("document.querySelector('header input').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true})) && 0")
-        tab.wait(f"document.querySelector('main').innerText.includes('in logs or replies') && document.querySelector('tbody').innerText.includes('{name}')")
+        tab.open(server[0] + "#view=list&run=run", f"{ROWS} > 5")
+        for event in ("new Event('input')", "new KeyboardEvent('keydown', {key: 'Enter'})"):
+            tab.js(f"(all(`header input`)[0].value = '{word}', all(`header input`)[0].dispatchEvent({event}))")
+        tab.wait(f"text(`main`).includes('in logs or replies') && text(`tbody`).includes('{name}') && {ROWS} === 1")
     assert not tab.problems
 
 
 def test_a_rollout_shows_its_fork_and_what_it_cost(tab, server):
     """Would catch a tree without the branch, a call whose text or tokens do not appear, colours that do not follow the
     data, keys that do nothing, and a deep link that opens another call."""
-    tab.open(server[0] + AT + "forked", "document.querySelectorAll('article svg g').length >= 6 && document.querySelector('.tok')?.innerText.includes('three')")
-    fork = tab.js("document.querySelector('.fork').innerText")
+    tab.open(server[0] + AT + "forked", "all(`article svg g`).length >= 6 && text(`.tok`).includes('three')")
+    fork = tab.js("text(`.fork`)")
     assert "history_edited" in fork and "to three" in fork and re.search(r"[1-9]\d* tokens were computed again", fork)
-    assert tab.js("document.querySelector('article svg').textContent.includes('history_edited')")
+    assert "history_edited: " in tab.js("all(`article svg`)[0].textContent")
     tab.click("article svg g[data-call='0']")
-    tab.wait("location.hash.includes('call=0') && document.querySelector('.tok').innerText.includes('größe 🦊')")
-    tab.open(server[0] + AT + "say.bash.1&call=0&mode=tokens&color=advantage", "document.querySelectorAll('.tok span.sampled').length > 3")
-    colors = "[...document.querySelectorAll('.tok span.sampled')].map(s => s.style.background)"
-    assert set(tab.js(colors)) == {"rgba(26, 154, 108, 0.5)"} and "advantage 1" in tab.js("document.querySelector('.tok span.sampled').title")
-    for color, seen in (("gap", "rgba(217, 72, 15, 0.5)"), ("ratio", "rgba(26, 154, 108, 0.5)"), ("mask", "rgba(59, 130, 196, 0.6)")):
-        tab.open(server[0] + AT + f"say.bash.1&call=0&mode=tokens&color={color}", "document.querySelectorAll('.tok span.sampled').length > 3")
-        assert set(tab.js(colors)) == {seen}, color
+    tab.wait("location.hash.includes('call=0') && text(`.tok`).includes('größe 🦊')")
+    for color, seen in (("advantage", "26, 154, 108, 0.5"), ("gap", "217, 72, 15, 0.5"), ("ratio", "26, 154, 108, 0.5"),
+                        ("mask", "59, 130, 196, 0.6")):
+        tab.open(f"{server[0]}{AT}say.bash.1&call=0&mode=tokens&color={color}", "all(`.tok .sampled`).length > 3")
+        assert set(tab.js("all(`.tok .sampled`).map(e => e.style.background)")) == {f"rgba({seen})"}, color
+    assert "advantage 1," in tab.js("all(`.tok .sampled`)[0].title")
     tab.key("j")
-    tab.wait("location.hash.includes('call=1') && document.querySelector('.panel h2').innerText.startsWith('Call 1')")
+    tab.wait("location.hash.includes('call=1') && text(`.panel h2`).startsWith('Call 1')")
     tab.key("t")
     tab.wait("location.hash.includes('mode=text')")
     tab.key("s")
-    tab.wait("document.querySelectorAll('article').length === 2")
-    assert {"reward 1", "reward 0"} == set(re.findall(r"reward [01]", tab.js("[...document.querySelectorAll('.why')].map(x => x.innerText).join()")))
+    tab.wait("all(`article`).length === 2")
+    whys = " ".join(tab.js("all(`.why`).map(e => e.innerText)"))
+    assert "reward 0" in whys and "reward 1" in whys
     assert not tab.problems
 
 
@@ -364,20 +377,20 @@ def test_a_page_grows_with_its_run(tab, server):
     """Would catch a page that shows a rollout, its next call or its end only after a reload, or throws the reader off
     the page when something else changes."""
     folder = server[1] / "rollouts" / "step-0000"
-    tab.open(server[0] + "#view=list&run=grows&q=step-0000", "document.querySelectorAll('tbody tr').length === 1")
+    tab.open(server[0] + "#view=list&run=grows&q=step-0000", f"{ROWS} === 1")
     path = write(folder / "late.jsonl", [call(0, [5] * 9, [6] * 3), call(1, [5] * 9 + [6] * 3 + [7], [8])])
     whole = path.read_text().splitlines(keepends=True)
     path.write_text("".join(whole[:2]))
-    tab.wait("document.querySelectorAll('tbody tr').length === 2 && document.querySelector('main').innerText.includes('unfinished')")
-    tab.open(server[0] + "#view=rollout&id=grows/rollouts/step-0000/late", "document.querySelectorAll('.calls tbody tr').length === 1")
+    tab.wait(f"{ROWS} === 2 && text(`main`).includes('unfinished')")
+    tab.open(server[0] + "#view=rollout&id=grows/rollouts/step-0000/late", "all(`.calls tbody tr`).length === 1")
     with open(path, "a") as f: f.write(whole[2])
-    tab.wait("document.querySelectorAll('.calls tbody tr').length === 2")
-    tab.js("window.mark = document.querySelector('article')")
+    tab.wait("all(`.calls tbody tr`).length === 2")
+    tab.js("window.mark = all(`article`)[0], 0")
     write(folder / "another.jsonl", [])
     tab.wait("S.runs.get('grows').rows.has('rollouts/step-0000/another')")
     assert tab.js("window.mark.isConnected")
     with open(path, "a") as f: f.write("".join(whole[3:]))
-    tab.wait("document.querySelector('.why').innerText.includes('reward 0')")
+    tab.wait("text(`.why`).includes('reward 0')")
     assert not tab.problems
 
 
@@ -386,40 +399,39 @@ def test_a_hostile_rollout_stays_text(tab, server, run, tmp_path):
     live page or an exported one, which also must not need anything outside itself."""
     file = tmp_path / "out.html"
     viewer.export(viewer.Viewer([run]), file, 40)
-    hostile = "run/rollouts/step-0000/hostile"
+    hostile = AT.removeprefix("#") + "hostile"
     for base in (server[0], f"file://{file}"):
-        for view in ("view=overview", "view=grid", "view=list", f"view=rollout&id={hostile}", f"view=rollout&id={hostile}&mode=tokens&call=0",
-                     f"view=rollout&id={hostile}&with=run/rollouts/step-0000/forked", "view=<img src=x onerror=pwned=1>&q=" + NASTY):
-            tab.open(f"{base}#{view}", "document.querySelectorAll('main > *').length > 0")
-            if hostile in view: tab.wait("document.querySelector('.tok').innerText.includes('pwned = 1')")
-            assert tab.js("window.pwned === undefined && !document.querySelector('img, #b, main script, main style, iframe') && !document.querySelector('svg[onload]')"), view
+        for view in ("view=overview", "view=grid", "view=list", hostile, hostile + "&mode=tokens&call=0",
+                     hostile + "&with=run/rollouts/step-0000/forked", "view=<img src=x onerror=pwned=1>&q=" + NASTY):
+            tab.open(f"{base}#{view}", "all(`main > *`).length")
+            if hostile in view: tab.wait("all(`.tok`)[0]?.innerText.includes('pwned = 1')")
+            assert tab.js("window.pwned === undefined && !all(`img, #b, main script, iframe, [onload]`).length"), view
     assert not tab.problems
-    tab.open(f"file://{file}{AT}forked", "document.querySelector('.fork')?.innerText.includes('to three')")
-    assert "exported" in tab.js("document.querySelector('#note').innerText") and not re.search(r"(src|href)=[\"']?https?:", file.read_text())
+    tab.open(f"file://{file}{AT}forked", "text(`.fork`).includes('to three')")
+    assert "exported" in tab.js("text(`#note`)")
+    assert not re.search(r"(src|href)=[\"']?https?:", file.read_text())
 
 
 def test_a_long_rollout_is_drawn_in_part(tab, server):
     """Would catch a page that lays out 100,000 tokens at once, and the rest of them out of reach."""
-    tab.open(server[0] + AT + "long&mode=tokens", "!!document.querySelector('.tok button')")
-    assert tab.js("document.querySelectorAll('.tok span').length + document.querySelector('.tok').innerText.length") < 30_000
-    assert "97,000 more tokens" in tab.js("document.querySelector('.tok').innerText")
+    tab.open(server[0] + AT + "long&mode=tokens", "text(`.tok`).includes('97,000 more tokens')")
+    assert 1000 < tab.js("all(`.tok span`).length") < 5000 and not tab.problems
     tab.click(".tok button")
-    tab.wait("document.querySelector('.tok').innerText.includes('94,000 more')")
+    tab.wait("text(`.tok`).includes('94,000 more')")
 
 
 def test_narrow_screens(tab, server):
     """Would catch a page that is wider than a telephone."""
     tab.size(360, 740)
     try:
-        for view in ("#view=overview", "#view=grid", "#view=list", AT + "forked"):
-            tab.open(server[0] + view, "document.querySelectorAll('main > *').length > 0 && document.querySelectorAll('table, .grid, svg').length > 0")
+        for view in ("#view=overview", "#view=grid", "#view=list", AT + "forked", AT + "hostile"):
+            tab.open(server[0] + view, "all(`main > *`).length && all(`table, .grid, svg`).length")
             assert tab.js("document.documentElement.scrollWidth") <= 360, view
     finally: tab.size(1280, 900)
 
 
 def test_command(run, tmp_path):
     """Would catch a command that does not say where it listens, or answers a wrong folder with a traceback."""
-    import sys
     words = [sys.executable, str(Path(viewer.__file__))]
     with subprocess.Popen([*words, str(run), "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
