@@ -282,7 +282,8 @@ def test_compare_command(tmp_path, capsys):
             path.parent.mkdir(parents=True, exist_ok=True)
             head = {"type": "rollout", "format": 1, "id": path.stem, "task": task, "harness": harness, "model": "m",
                     "temperature": 1.0, "started_s": 0.0}
-            path.write_text("".join(json.dumps(x) + "\n" for x in (head, {"type": "end", "outcome": "ok", "reward": reward})))
+            end = {"type": "end", "outcome": "ok", "reward": reward}
+            path.write_text(json.dumps(head) + "\n" + json.dumps(end) + "\n")
     for i in range(6):
         record(tmp_path / "a", f"t{i}", "bash", [0, int(i == 0)])
         for when in ("bare", "step-2", "step-10"):
