@@ -1,12 +1,16 @@
 """Recorded traffic of real harnesses (tests/wire: their prose is masked, their structure is not) through the proxy. The
 scripted engine says what the model had said then; what a harness made of it comes back as it did then."""
+import asyncio
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from conftest import ENGINE
+from conftest import ENGINE, make_task
+import harnesses
+import rollout
 import tree
 
 WIRE = sorted((Path(__file__).parent / "wire").glob("*.jsonl.gz"))
@@ -127,3 +131,44 @@ def test_openclaw_with_its_tails_kept(roomy_proxy, connect):
     assert cost(stable) == 0 < cost(forking)
     new = lambda record: tree.build(record).num_unique
     assert new(stable) < new(forking)                       # tokens computed in training
+
+
+# ---- live: the harness itself, in a sandbox ----
+
+COMMANDS = ["echo one > out.txt", "cat out.txt"]
+TEST = 'test "$(cat /app/out.txt)" = one && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt'
+STALL_S = float(os.environ.get("HARNESS_RL_STALL_S", 600))
+
+
+def live(name, script, proxy, bubblewrap, tmp_path, out="out", timeout_s=600, **options):
+    """One rollout of a real harness -> its record, its reply texts, and where it lies."""
+    if not (tmp_path / "task").exists():
+        make_task(tmp_path / "task", "Write out.txt.", test=TEST, toml=f"[agent]\ntimeout_sec = {timeout_s}")
+    task = rollout.load_task(tmp_path / "task", "task", {"debian:bookworm-slim": "host"})
+    job, runner = rollout.Job(task, name, script=tuple(script)), rollout.Runner(proxy, bubblewrap, "test-wire", **options)
+    harnesses.load(name).mounts()
+    (tmp_path / out).mkdir()
+    return runner.run(job, tmp_path / out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in harnesses.names() if name != "bash"])
+def test_a_reply_that_takes_ten_minutes(name, roomy_proxy, bubblewrap, tmp_path):
+    """Would catch signs of life that this client does not count: it would hang up and ask again (a decision sampled
+    twice), or end. HARNESS_RL_STALL_S: seconds that the second reply takes."""
+    core, asked = roomy_proxy.engine.engine_core, []
+
+    class Stalling(type(core)):
+        async def add_request_async(self, request):
+            asked.append(request)
+            if len(asked) == 2: await asyncio.sleep(STALL_S)
+            await super().add_request_async(request)
+    core.__class__ = Stalling
+    script = harnesses.load(name).demonstrate(COMMANDS)
+    try: record = live(name, script, roomy_proxy, bubblewrap, tmp_path, timeout_s=STALL_S + 300)
+    finally: core.__class__ = Stalling.__bases__[0]
+    calls = record.calls
+    log = (tmp_path / "out" / f"task.{name}.0.log").read_text()
+    print(name, record.outcome, record.reward, [(c.kind, c.cause, c.finish, round(c.finished_s - c.received_s)) for c in calls])
+    assert (record.outcome, record.reward) == ("ok", 1) and len(asked) == len(calls) == len(script), (record, log)
+    assert calls[1].finished_s - calls[1].received_s >= STALL_S
