@@ -15,7 +15,8 @@ Record format 1, one JSONL file a rollout; keys of the header and the end that a
      "routing": [layers, experts a token, base64 of int16]}     only from MoE engines: of the ids but the last, less
                                              those that the parent's rows tell of; null or no such key = unknown
     {"type": "kind", "id", "kind"}         a later call showed that this one was of another kind
-    {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...}}
+    {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...},
+     "call_rewards": null | [float], a reward for each call by id, beside that of the rollout}
 No end line = an unfinished rollout (`outcome` is None).  A torn last line is ignored; any other bad line is an error.
 
 Dimension letters: T tokens of a packed forest, N its scored tokens, H heads, D size of a head, V vocabulary.
@@ -74,6 +75,7 @@ class Rollout:
     calls: list = field(default_factory=list)          # of Call, by id
     outcome: str | None = None           # ok, timeout, harness_error, ...; None = no end line
     reward: float | None = None
+    call_rewards: list | None = None     # of float, by the id of the call; None = the verifier paid no single call
     detail: str = ""
     seconds: dict = field(default_factory=dict)        # of each stage
     sandbox: str = ""
@@ -172,7 +174,7 @@ def read(path):
             elif line["type"] == "call": calls[line["id"]] = read_call(line, calls)
             elif line["type"] == "kind": calls[line["id"]].kind = line["kind"]
             elif line["type"] == "end":
-                for k in ("outcome", "reward", "detail", "seconds", "sandbox", "verify"):
+                for k in ("outcome", "reward", "call_rewards", "detail", "seconds", "sandbox", "verify"):
                     if k in line: setattr(rollout, k, line[k])
             else: raise ValueError(f"unknown type of line {line['type']!r}")
             if line["type"] not in ("call", "kind"):

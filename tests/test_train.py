@@ -1,4 +1,6 @@
 """train.py end to end on a tiny random model: real engine, sandboxes, harness and updates."""
+import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -173,6 +175,96 @@ def test_credit_by_hand():
     assert credited([1.], logp=-1., ref=-1.5, kl_reward=.1, **ppo)[1] == near([.9, .95, .95])
     adv, _ = credited([1., 0.], algo="ppo", value=.25)
     assert np.mean(adv) == near(0) and np.std(adv) == near(1), "whitened"
+
+
+def random_rollout(random, **kw):
+    """Calls that go on from others or stand alone, aborted or a subagent's some of them, each paid something."""
+    calls = []
+    for i in range(random.integers(1, 6)):
+        base = [5] if not calls or random.random() < 0.3 else calls[random.integers(len(calls))].ids
+        prompt, ids = base + random.integers(9, 99, 2).tolist(), random.integers(9, 99, random.integers(1, 4)).tolist()
+        kind, finish = random.choice(["main"] * 3 + ["subagent"]), random.choice(["stop"] * 3 + ["abort"])
+        calls.append(tree.Call(i, kind, None, prompt, prompt, ids, [-1.] * len(ids), finish))
+    paid = random.choice([0., 0.5, 1., -2.], len(calls)).tolist() if random.random() < 0.8 else None
+    return tree.Rollout("r", "t", "h", "m", 1., 0., calls, "ok", float(random.integers(2)), paid, **kw)
+
+
+def credited_by_call(rollouts, group, value=0., **flags):
+    """-> the batch and its advantages, with the calls' rewards."""
+    cfg = loop.Config(call_rewards=True, whiten=False, **flags)
+    trees = [loop.grow(r, cfg) for r in rollouts]
+    batch = loop.make_batch(trees, 0)
+    norm = algos.token_weights(batch.rollout, len(rollouts), cfg.loss_mean)
+    rewards, old = torch.tensor([r.reward for r in rollouts]), {"value": torch.full_like(norm, value)}
+    return batch, loop.credit(trees, batch, rewards, torch.tensor(group), norm, old, cfg,
+                              [r.call_rewards for r in rollouts])[0]
+
+
+@pytest.mark.parametrize("algo", ["grpo", "rloo", "reinforce", "ppo"])
+@pytest.mark.parametrize("seed", range(8))
+def test_credit_by_call_is_the_formula(algo, seed):
+    """Would catch a call credited with what came before it, turns of other numbers or groups compared, rewards of
+    untrained calls lost, a rollout that has ended missing from the others' baseline, the outcome on some calls only, and
+    a critic's chain paid at another token than a call's last. Call by call, in Python's floats."""
+    random = np.random.default_rng(seed)
+    rollouts, group = [random_rollout(random) for _ in range(6)], [0, 0, 0, 0, 7, 7]
+    batch, adv = credited_by_call(rollouts, group, value=0.25, algo=algo, gamma=1., lam=1.)
+    trained = [[c for c in r.calls if c.kind == "main" and c.finish == "stop"] for r in rollouts]
+
+    def bucket(i, k):                                       # what the k-th trained call is paid
+        later = [c.id for c in trained[i]][k + 1:] + [99]
+        return sum(x for n, x in enumerate(rollouts[i].call_rewards or []) if trained[i][k].id <= n < later[0])
+
+    def to_go(i, k): return rollouts[i].reward + sum(bucket(i, n) for n in range(k, len(trained[i])))
+
+    def want(i, call):
+        k = [c.id for c in trained[i]].index(call)
+        if algo == "ppo":                                   # each leaf below the call: what its path is paid from here
+            at, found = trained[i][k].ids, []
+            for leaf in (c.ids for c in trained[i]):
+                if leaf[:len(at)] != at or any(d.ids[:len(leaf)] == leaf != d.ids for d in trained[i]): continue
+                found.append(sum(bucket(i, n) for n, d in enumerate(trained[i])
+                                 if leaf[:len(d.ids)] == d.ids and len(d.ids) >= len(at)))
+            return rollouts[i].reward + sum(found) / len(found) - 0.25
+        others = [to_go(j, k) for j in range(6) if group[j] == group[i] or algo == "reinforce"]
+        mean = sum(others) / len(others)
+        if algo == "rloo": return (to_go(i, k) - mean) * len(others) / (len(others) - 1)
+        if algo == "reinforce": return to_go(i, k) - mean
+        return (to_go(i, k) - mean) / ((sum((x - mean) ** 2 for x in others) / len(others)) ** 0.5 + 1e-6)
+    assert len(adv) and adv.tolist() == pytest.approx(
+        [want(i, c) for i, c in zip(batch.rollout.tolist(), batch.call.tolist())], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "ppo"])
+@pytest.mark.parametrize("seed", range(8))
+def test_untrained_calls_change_no_credit(algo, seed):
+    """Would catch turns that are counted by all calls: a retry, a dead branch or a subagent would then compare a
+    rollout's turns with other ones of its group."""
+    random, extra = np.random.default_rng(seed), np.random.default_rng(100 + seed)
+    rollouts = [random_rollout(random) for _ in range(4)]
+    before = credited_by_call(rollouts, [0] * 4, algo=algo)[1]
+    r = rollouts[0]
+    at, goes_on = int(extra.integers(len(r.calls) + 1)), r.calls[extra.integers(len(r.calls))]
+    kind, finish, prompt = [("subagent", "stop", [5, 5]), ("main", "abort", goes_on.ids + [5]),
+                            ("main", "error", goes_on.prompt_ids)][seed % 3]
+    calls = r.calls[:at] + [tree.Call(0, kind, None, prompt, prompt, [5, 5], [-1., -1.], finish)] + r.calls[at:]
+    paid = r.call_rewards and r.call_rewards[:at] + [0.] + r.call_rewards[at:]
+    more = dataclasses.replace(r, calls=[dataclasses.replace(c, id=i) for i, c in enumerate(calls)], call_rewards=paid)
+    assert credited_by_call([more, *rollouts[1:]], [0] * 4, algo=algo)[1].equal(before)
+
+
+def test_what_verifiers_said_by_hand():
+    """Would catch groups of one outcome dropped though their calls were paid unlike, or kept for rewards that do not
+    count; and rollouts of too many leaves in the statistics."""
+    say = lambda reward, paid=None, sampled=([7, 8],): dataclasses.replace(forked(reward, sampled), call_rewards=paid)
+    rollouts = [say(1.), say(1., [0.]), say(1., [0.5]), say(0., [0.5]), say(None, [0.5]), say(1., None, [[7, 8], [9]])]
+    for flags, alike in (({}, [0, 0, 0, 3, None, 0]), ({"call_rewards": True}, [0, 0, 2, 3, None, 0])):
+        rewards, verdict = loop.judge(rollouts, loop.Config(**flags))
+        assert rewards.tolist()[:4] == [1, 1, 1, 0] and rewards.isnan().tolist() == [x is None for x in alike]
+        for i, j in itertools.combinations(range(6), 2):
+            assert (verdict[i] == verdict[j]).item() == (alike[i] == alike[j]), (flags, i, j)
+    rewards, verdict = loop.judge(rollouts, loop.Config(max_leaves=1))
+    assert rewards.isnan().tolist() == verdict.isnan().tolist() == [False] * 4 + [True, True]
 
 
 @pytest.mark.parametrize("flags", [{"algo": "gspo"}, {"correction": "geometric+tis"}, {}])
