@@ -181,7 +181,7 @@ def correction(logp_old,                 # (N,) float
     r = gap.exp()
     if kind == "tis": return r.clamp(max=cap) * is_known
     least, most = (default if x is None else x for x, default in zip((low, high), BOUNDS[kind]))
-    return (torch.ones_like(r) if kind == "geometric" else r) * ((r >= least) & (r <= most) & is_known)
+    return torch.where((r >= least) & (r <= most) & is_known, torch.ones_like(r) if kind == "geometric" else r, 0.)
 
 
 def rollout_sums(x, rollout):

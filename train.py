@@ -196,7 +196,7 @@ class Batch:
     logp_rollout: torch.Tensor           # (N,) float32, NaN = missing
     call: torch.Tensor                   # (N,) long, id of the call that sampled it
     is_boundary: torch.Tensor            # (N,) bool, first token of a call
-    is_current: torch.Tensor             # (N,) bool, sampled by the current version
+    behind: torch.Tensor                 # (N,) long, versions that have come since the one that sampled it
 
 
 def grow(r, cfg: Config) -> tree.Tree:
@@ -228,7 +228,7 @@ def make_batch(trees: list, version: int) -> Batch:
     counts = torch.tensor([len(p) for p in trained], dtype=torch.long)
     return Batch(paths, trained, tokens, owner, torch.repeat_interleave(torch.tensor(owner, dtype=torch.long), counts),
                  cat("logp_rollout", torch.float32), cat("call", torch.long), cat("is_boundary", torch.bool),
-                 cat("version", torch.long) == version)
+                 version - cat("version", torch.long))
 
 
 def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int) -> list:
@@ -347,9 +347,10 @@ def fidelity(batch: Batch, logp_old, seen, rollouts: list, max_gap: float) -> di
     Raises ValueError, which names harness, rollout and call, where `agreement` finds a fault in a harness's tokens. At
     boundaries max_gap counts thrice: fewer tokens, less certain ones. max_gap 0: reports only."""
     known, harness_of = seen & ~batch.logp_rollout.isnan(), [r.harness for r in rollouts]
-    out = {"fidelity/older_tokens": int((known & ~batch.is_current).sum()),
+    out = {"fidelity/older_tokens": int((known & (batch.behind > 0)).sum()),
+           "fidelity/versions_behind": batch.behind[seen].double().mean().item(),
            "fidelity/missing_tokens": int((seen & batch.logp_rollout.isnan()).sum())}
-    known, first, harnesses = known & batch.is_current, batch.is_boundary, sorted(set(harness_of))
+    known, first, harnesses = known & (batch.behind == 0), batch.is_boundary, sorted(set(harness_of))
     for h in ["", *harnesses]:
         of_h = known & torch.tensor([h in ("", x) for x in harness_of])[batch.rollout]
         for part, mask, bound in (("gap", of_h, max_gap), ("interior", of_h & ~first, max_gap),

@@ -421,7 +421,8 @@ def flex():
 def block_mask(last, pos, window=None):
     """GPU: the rule as FlexAttention wants it.  last, pos: (T,), T a multiple of 128; window: tokens a layer sees.
     Subtrees nest, so `last` alone tells of each block of 128 x 128 whether some or all of its queries see some or all
-    of its keys: no kernel looks at the T x T pairs."""
+    of its keys: no kernel looks at the T x T pairs.  share=False is a forest of roots under the same rule: what lies
+    between paths is skipped as a varlen kernel would, and flash-attn is no dependency."""
     start = torch.arange(0, len(last), 128, device=last.device)
     q, low, high = start[:, None], *(f(last.view(-1, 128), 1) for f in (torch.amin, torch.amax))
     some, full = (start <= q) & (q < high), (start < q) & (q + 128 <= low)
@@ -466,8 +467,9 @@ def other_layers(model):
 
 def why_flat(model):
     """Why this model's prefixes cannot be shared, so that `pack` needs share=False; None = they can.  Recurrent and
-    convolutional layers carry a state from row to row: a pack would have to hand each node its parent's, through
-    arguments that each model's layers name (or lack) in their own way."""
+    convolutional layers carry a state from row to row: a pack would have to hand each node its parent's, with gradient,
+    through arguments that each model's layers name (or lack) in their own way.  A balancing loss counts what is
+    computed, so shared tokens once; no such loss is added here."""
     kind = other_layers(model)
     if kind: return f"{model.config.model_type} has {kind} layers"
     if getattr(model.config.get_text_config(), "output_router_logits", False):

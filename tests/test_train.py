@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -124,13 +125,20 @@ def test_other_algorithms(learnt, tasks, tmp_path, algo):
     assert len(rl) == 3 and moved and max(r["packing/gradient_error"] for r in rl if "packing/logp_error" in r) < 1e-4
     for r in rl: assert 1 <= r["groups/rounds"] <= 2 and r["groups/dropped"] < r["groups/num"] or r not in moved, r
     for r in moved: assert np.isfinite([r["train/loss"], r["train/kl_ref"]]).all() and 0 < r["train/ess"] <= 1, r
-    assert moved[0]["train/kl_ref"] < 1e-6 if algo == "ppo" else moved[0]["train/ratio"] != 1
+    if algo == "gspo":                                      # the second epoch: what was favoured is likelier by now
+        assert moved[0]["train/ratio"] != 1 and max(r["train/clipped_high"] + r["train/clipped_low"] for r in moved) > 0
     if algo == "ppo":
+        assert moved[0]["train/kl_ref"] < 1e-6
         critic = [r for r in rl if "train/value_loss" in r]
         assert rl[0] not in moved and len(critic) > 1, "in its warm-up the critic alone learns"
         assert all(np.isfinite(r["train/value_loss"]) and r["train/value_grad_norm"] > 0 for r in critic)
         known = [abs(r["train/explained_variance"]) for r in critic]
         assert known[0] < 1e-6 < known[1], "a critic that is 0 at first has not moved"
+        values, policy = weights(tmp_path / "run/checkpoint/critic"), weights(tmp_path / "run/checkpoint")
+        assert values["lm_head.weight"].shape == (1, 64) and values["lm_head.weight"].any()
+        assert all(values[k].shape == v.shape and not values[k].equal(v) for k, v in policy.items() if "proj" in k)
+        again = loop.Critic(AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint"))
+        again.model.load_state_dict(values)
     before, after = weights(learnt[0] / "checkpoint"), weights(tmp_path / "run" / "checkpoint")
     assert any(not before[k].equal(after[k]) for k in before)
 
@@ -204,7 +212,7 @@ def credited_by_call(rollouts, group, value=0., **flags):
 @pytest.mark.parametrize("seed", range(8))
 def test_credit_by_call_is_the_formula(algo, seed):
     """Would catch a call credited with what came before it, turns of other numbers or groups compared, rewards of
-    untrained calls lost, a rollout that has ended missing from the others' baseline, the outcome on some calls only, and
+    untrained calls lost, a rollout that has ended missing from the others' baseline, an outcome on some calls only, and
     a critic's chain paid at another token than a call's last. Call by call, in Python's floats."""
     random = np.random.default_rng(seed)
     rollouts, group = [random_rollout(random) for _ in range(6)], [0, 0, 0, 0, 7, 7]
@@ -311,6 +319,27 @@ def test_the_fidelity_gate_refuses(learnt, tasks, tmp_path):
     assert not any("train/grad_norm" in r for r in rows) and not (tmp_path / "run" / "checkpoint").exists()
 
 
+def test_agreement_by_hand():
+    """Would catch an ess or r that is not the formula; a shift or made-up zeros passed since a policy that is nearly
+    certain leaves the mean small; r judged where all probabilities are alike, or of a handful of tokens."""
+    random = np.random.default_rng(0)
+    logp = torch.from_numpy(np.where(random.random(400) < 0.04, -1.5, -1e-4) + random.normal(0, 1e-5, 400)).float()
+    noisy = logp + torch.from_numpy(random.normal(0, 0.01, 400)).float()
+    s, why = loop.agreement(logp, noisy, 0.2)
+    gap, w = (logp - noisy).double().numpy(), (logp - noisy).double().exp().numpy()
+    assert why is None and s == pytest.approx({
+        "mean": abs(gap).mean(), "p99": np.quantile(abs(gap), 0.99), "max": abs(gap).max(),
+        "ess": w.sum()**2 / (w**2).sum() / 400,
+        "pearson": np.corrcoef(logp.double().exp(), noisy.double().exp())[0, 1]}, rel=1e-4)
+    s, why = loop.agreement(logp, logp.roll(1), 0.2)
+    assert s["mean"] < 0.15 and why.startswith("r ")
+    assert loop.agreement(logp[:50], logp[:50].roll(1), 1.)[1] is None, "of 50 tokens"
+    assert "are 0" in loop.agreement(logp, torch.zeros(400), 0.2)[1]
+    assert loop.agreement(torch.full((400,), -1e-9), torch.zeros(400), 0.2)[1] is None, "certain, and rightly so"
+    for wrong in (logp - 0.3, torch.full((400,), -math.inf), torch.full((400,), math.nan)):
+        assert "mean" in loop.agreement(wrong, logp, 0.2)[1]
+
+
 def test_two_ranks(learnt, tasks, tmp_path):
     """Would catch ranks that wait for each other (unequal micro-batches), engines that take torchrun's variables
     for their own, and metrics that every rank writes."""
@@ -320,6 +349,9 @@ def test_two_ranks(learnt, tasks, tmp_path):
     assert status == 0, stderr[-3000:]
     rl = [r for r in rows if r["phase"] == "rl"]
     assert [r["step"] for r in rl] == [0, 1] and all(r["calls/num"] >= 8 for r in rl)
+    updated = [r for r in rl if "train/grad_norm" in r]
+    assert all(r["train/ratio"] == 1 and r["train/clipped_low"] == r["train/clipped_high"] == 0 for r in updated), (
+        "one update a batch: no ratio is another than 1, no clip acts")
     assert max(r["fidelity/gap_mean"] for r in rl if "fidelity/gap_mean" in r) < 1e-3
 
 
