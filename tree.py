@@ -15,12 +15,14 @@ Record format 1, one JSONL file a rollout; keys of the header and the end that a
      "routing": [layers, experts a token, base64 of int16]}     only from MoE engines: of the ids but the last, less
                                              those that the parent's rows tell of; null or no such key = unknown
     {"type": "kind", "id", "kind"}         a later call showed that this one was of another kind
-    {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...}}
+    {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...},
+     "call_rewards": null | [float], a reward for each call by id, beside that of the rollout}
 No end line = an unfinished rollout (`outcome` is None).  A torn last line is ignored; any other bad line is an error.
 
 Dimension letters: T tokens of a packed forest, N its scored tokens, H heads, D size of a head, V vocabulary.
 Invariant: every trained token of a rollout stands in exactly one path, every path in exactly one micro-batch."""
 import argparse, base64, json, math, sys
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
@@ -74,6 +76,7 @@ class Rollout:
     calls: list = field(default_factory=list)          # of Call, by id
     outcome: str | None = None           # ok, timeout, harness_error, ...; None = no end line
     reward: float | None = None
+    call_rewards: list | None = None     # of float, by the id of the call; None = the verifier paid no single call
     detail: str = ""
     seconds: dict = field(default_factory=dict)        # of each stage
     sandbox: str = ""
@@ -82,8 +85,12 @@ class Rollout:
 
 
 def lcp(a, b):
-    """Length of the longest common prefix of two lists: gallops, then bisects, in slices compared at C speed."""
+    """Length of the longest common prefix of two lists: gallops, then bisects, in slices compared at C speed. Arrays
+    are compared where they are."""
     n, step, end = 0, 64, min(len(a), len(b))
+    if end > 4096 and isinstance(a, array) and isinstance(b, array):
+        differ = np.frombuffer(a, a.typecode, end) != np.frombuffer(b, b.typecode, end)
+        return int(differ.argmax()) if differ.any() else end
     while n < end and a[n:min(n + step, end)] == b[n:min(n + step, end)]: n, step = min(n + step, end), 2 * step
     hi = min(n + step, end)
     while n < hi:
@@ -94,20 +101,23 @@ def lcp(a, b):
 
 
 def encode(ids, earlier):
-    """-> (index, shared, tail) with ids == earlier[index][:shared] + tail, shared as long as can be; ties: the latest.
-    index is None where nothing is shared."""
+    """-> (index, shared, tail) with ids == sum(earlier[index])[:shared] + tail, shared as long as can be; ties: the
+    latest. index is None where nothing is shared. earlier: pairs of lists."""
     index, shared = None, 0
     for i in range(len(earlier) - 1, -1, -1):
-        e = earlier[i]
-        if shared < min(len(e), len(ids)) and e[shared] == ids[shared] and (n := lcp(e, ids)) > shared:
-            index, shared = i, n
+        a, b = earlier[i]
+        if shared < min(len(a) + len(b), len(ids)) and ids[shared] == (
+                a[shared] if shared < len(a) else b[shared - len(a)]):
+            n = lcp(a, ids)
+            if n == len(a): n += lcp(b, ids[n:n + len(b)])
+            if n > shared: index, shared = i, n
     return index, shared, ids[shared:]
 
 
 def call_line(call, earlier):
     """The record of a call, given the calls of the lines before it.  Sets call.parent, call.shared, and the routing of
     what it shares to that of the call that ran it first."""
-    index, call.shared, tail = encode(call.prompt_ids, [c.ids for c in earlier])
+    index, call.shared, tail = encode(call.prompt_ids, [(c.prompt_ids, c.sampled_ids) for c in earlier])
     call.parent = None if index is None else earlier[index].id
     template, routing = None, {}
     if call.routing is not None:
@@ -116,8 +126,8 @@ def call_line(call, earlier):
         own = np.asarray(call.routing[len(known):], "<i2")
         call.routing = np.concatenate([known, own])
         routing = {"routing": [*own.shape[1:], base64.b64encode(own.tobytes()).decode()]}
-    if call.template_ids != call.prompt_ids:
-        index, shared, rest = encode(call.template_ids, [c.template_ids for c in earlier])
+    if call.template_ids is not call.prompt_ids and call.template_ids != call.prompt_ids:
+        index, shared, rest = encode(call.template_ids, [(c.template_ids, ()) for c in earlier])
         template = [None if index is None else earlier[index].id, shared, rest]
     return {"type": "call", "id": call.id, "kind": call.kind, "cause": call.cause, "parent": call.parent,
             "shared": call.shared, "tail": tail, "template": template, "sampled": call.sampled_ids,
@@ -172,7 +182,7 @@ def read(path):
             elif line["type"] == "call": calls[line["id"]] = read_call(line, calls)
             elif line["type"] == "kind": calls[line["id"]].kind = line["kind"]
             elif line["type"] == "end":
-                for k in ("outcome", "reward", "detail", "seconds", "sandbox", "verify"):
+                for k in ("outcome", "reward", "call_rewards", "detail", "seconds", "sandbox", "verify"):
                     if k in line: setattr(rollout, k, line[k])
             else: raise ValueError(f"unknown type of line {line['type']!r}")
             if line["type"] not in ("call", "kind"):
@@ -419,7 +429,8 @@ def flex():
 def block_mask(last, pos, window=None):
     """GPU: the rule as FlexAttention wants it.  last, pos: (T,), T a multiple of 128; window: tokens a layer sees.
     Subtrees nest, so `last` alone tells of each block of 128 x 128 whether some or all of its queries see some or all
-    of its keys: no kernel looks at the T x T pairs."""
+    of its keys: no kernel looks at the T x T pairs.  share=False is a forest of roots under the same rule: what lies
+    between paths is skipped as a varlen kernel would, and flash-attn is no dependency."""
     start = torch.arange(0, len(last), 128, device=last.device)
     q, low, high = start[:, None], *(f(last.view(-1, 128), 1) for f in (torch.amin, torch.amax))
     some, full = (start <= q) & (q < high), (start < q) & (q + 128 <= low)
@@ -464,8 +475,9 @@ def other_layers(model):
 
 def why_flat(model):
     """Why this model's prefixes cannot be shared, so that `pack` needs share=False; None = they can.  Recurrent and
-    convolutional layers carry a state from row to row: a pack would have to hand each node its parent's, through
-    arguments that each model's layers name (or lack) in their own way."""
+    convolutional layers carry a state from row to row: a pack would have to hand each node its parent's, with gradient,
+    through arguments that each model's layers name (or lack) in their own way.  A balancing loss counts what is
+    computed, so shared tokens once; no such loss is added here."""
     kind = other_layers(model)
     if kind: return f"{model.config.model_type} has {kind} layers"
     if getattr(model.config.get_text_config(), "output_router_logits", False):
