@@ -79,6 +79,7 @@ def test_the_page_shows_what_training_made_of_each_token(learnt):
             record, id = tree.read(path), f"run/rollouts/step-{m['step']:04}/{path.stem}"
             for c in record.calls:
                 t = page.tokens(id, c.id, len(c.prompt_ids), len(c.ids))
+                if not any(t["mask"]): continue             # cut off by a time limit: not trained
                 gaps += [abs(a - b) for a, b in zip(t["old"], t["logp"]) if a is not None]
                 changes += [abs(a - b) for a, b in zip(t["old"], t["now"]) if a is not None]
                 adv.setdefault((record.task, record.reward), set()).update(t["adv"])
