@@ -1073,7 +1073,7 @@ def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, 
 def test_a_client_that_leaves(real, connect, stream):
     """Would catch a call that goes on sampling for nobody after its grace, or one that is lost: it must stand in the
     record as aborted, with what was sampled, once, and not be trained."""
-    session, real.grace_s = connect(real), 0.2
+    session, real.grace_s = connect(real), 1.               # time for more tokens than the first, which vLLM hands out
     started = time.monotonic()
     with pytest.raises(httpx.ReadTimeout):
         body = {"model": "policy", "messages": USER, "stream": stream}
@@ -1085,7 +1085,7 @@ def test_a_client_that_leaves(real, connect, stream):
     call, = record.calls
     assert call.finish == "abort" and len(call.sampled_ids) < 900
     assert tree.build(record).num_trained == 0
-    assert len(call.sampled_ids) > 0 and all(math.isfinite(x) for x in call.logp_rollout)
+    assert len(call.sampled_ids) > 1 and all(math.isfinite(x) for x in call.logp_rollout)
     assert ask(connect.client(session), max_tokens=3).status_code == 200        # and no later prompt hangs on it
     assert tree.read(session.record).calls[1].cause is None
 
