@@ -132,13 +132,15 @@ def test_openclaw_with_its_tails_kept(roomy_proxy, connect):
     cost = lambda record: sum(n for _, n in tree.build(record).forks.values())
     assert cost(stable) == 0 < cost(forking)
     new = lambda record: tree.build(record).num_unique
+    print("forked tokens", cost(forking), cost(stable), "unique tokens", new(forking), new(stable), "last prompt",
+          len(forking.calls[-1].prompt_ids), len(stable.calls[-1].prompt_ids))
     assert new(stable) < new(forking)                       # tokens computed in training
 
 
 # ---- live: the harness itself, in a sandbox ----
 
 COMMANDS = ["cat here.txt > out.txt; cat out.txt", "echo two >> out.txt", "cat out.txt"]
-TEST = 'test "$(tail -n 1 /app/out.txt)" = two && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt'
+TEST = '[ "$(tail -n 1 /app/out.txt)" = two ]; echo $((1 - $?)) > /logs/verifier/reward.txt'
 STALL_S = float(os.environ.get("HARNESS_RL_STALL_S", 600))
 
 
@@ -162,9 +164,9 @@ def union(*records):
 
 @pytest.mark.parametrize("name", ["pi", "codex"])
 def test_a_real_harness_replayed_to_a_call_goes_on_live(name, roomy_proxy, bubblewrap, tmp_path):
-    """Would catch a replay that real prompts do not match (dates, ids, places that change from run to run), that samples
-    anew what is on record, that repeats or skips a reply where it goes live, or whose record is no second branch of the
-    first one's tree: at the reply where the record ends, at the tool's output where the world differs."""
+    """Would catch a replay that real prompts do not match (dates, ids, places that change from run to run), that
+    samples anew what is on record, that repeats or skips a reply where it goes live, or whose record is no second
+    branch of the first one's tree: at the reply where the record ends, at the tool's output where the world differs."""
     script = harnesses.load(name).demonstrate(COMMANDS)
     first, log = live(name, script, roomy_proxy, bubblewrap, tmp_path / "first")
     assert first.reward == 1 and len(first.calls) == len(script) == 4, log
