@@ -67,10 +67,17 @@ def group_advantages(rewards,            # (R,) float, NaN = no reward (infra er
 
 def reinforce_advantages(rewards, baseline="batch"):
     """REINFORCE, Williams, 1992: A_i = R_i - b.  none: b = 0; batch: the mean reward of the batch, whatever the group.
-    NaN gets 0."""
+    rewards (R,), or (R, K) by call as in `call_advantages`.  NaN gets 0."""
     assert baseline in ("none", "batch"), f"baseline {baseline!r}: none or batch"
-    if baseline == "none": return rewards.nan_to_num(0.)
-    return group_advantages(rewards, torch.zeros_like(rewards, dtype=torch.long), std_norm=False)
+    by_call = rewards if rewards.dim() == 2 else rewards[:, None]
+    adv = to_go(by_call).nan_to_num(0.) if baseline == "none" else call_advantages(
+        by_call, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device), std_norm=False)
+    return adv.view_as(rewards)
+
+
+def to_go(rewards):
+    """(R, K) -> (R, K): sum of the rewards of this call and of those after it, in float64 till the end."""
+    return rewards.double().flip(1).cumsum(1).flip(1).to(rewards.dtype)
 
 
 def call_advantages(rewards,             # (R, K) float, reward of the rollout's k-th call; 0 where it has fewer calls
@@ -82,10 +89,9 @@ def call_advantages(rewards,             # (R, K) float, reward of the rollout's
     Calls go by time of arrival, also over forks: what a harness does follows on all that it was told.
     Differs from the papers: no discount; a rollout that ended has 0 to go and stays in the statistics, so leave-one-out
     is unbiased.  NaN: that call and those before it get 0 and leave the statistics."""
-    to_go = rewards.double().flip(1).cumsum(1).flip(1).to(rewards.dtype)
     num_calls = rewards.shape[1]
     cell = group[:, None] * num_calls + torch.arange(num_calls, device=group.device)
-    return group_advantages(to_go.flatten(), cell.flatten(), **options).view_as(rewards)
+    return group_advantages(to_go(rewards).flatten(), cell.flatten(), **options).view_as(rewards)
 
 
 def gae(values,                          # (N,) float, V(s_t): of what stands before token t, when the update began
@@ -175,7 +181,7 @@ def correction(logp_old,                 # (N,) float
     r = gap.exp()
     if kind == "tis": return r.clamp(max=cap) * is_known
     least, most = (default if x is None else x for x, default in zip((low, high), BOUNDS[kind]))
-    return (torch.ones_like(r) if kind == "geometric" else r) * ((r >= least) & (r <= most) & is_known)
+    return torch.where((r >= least) & (r <= most) & is_known, torch.ones_like(r) if kind == "geometric" else r, 0.)
 
 
 def rollout_sums(x, rollout):

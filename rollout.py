@@ -18,7 +18,12 @@ Outcomes, and what becomes of the reward:
     infra_error    sandbox, image or disk failed                     none
     no_calls       the harness never reached the model               none, and a warning
 Tasks are in Harbor's format: instruction.md, task.toml, environment/Dockerfile, tests/test.sh ->
-/logs/verifier/reward.txt (a number, or reward.json with "reward"), solution/solve.sh."""
+/logs/verifier/reward.txt (a number) or, where there is none, reward.json (an object of numbers), solution/solve.sh.
+reward.json: "reward" is the rollout's; "call_N", for as many N as wanted, what call N is paid beside it (`train.py
+--call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too: for the verifier
+/logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that there is not or a
+value that is no finite number is a verifier_error; other keys are left alone. Overlong rollouts are paid for no call;
+oracle and nop have none."""
 import argparse, concurrent.futures, contextlib, json, math, multiprocessing, os, re, signal, sys, tempfile, \
     threading, time, tomllib, traceback, uuid
 from collections import Counter
@@ -193,13 +198,15 @@ class Runner:
                     return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"}
                 box.stop()
                 fresh.put(task.path / "tests", "/tests")
+                if session: put_calls(fresh, session.calls, self.proxy.engine.get_tokenizer())
                 with open(log, "a") as f: f.write("\n=== verifier\n")
                 verdict = fresh.exec(["bash", "/tests/test.sh"], timeout_s=task.verifier_timeout_s, log=log)
-                reward, problem = read_reward(fresh, verdict)
+                reward, call_rewards, problem = read_reward(fresh, verdict, session.num_started if session else 0)
             took("verify")
         if problem: return {"outcome": "verifier_error", "reward": None, "detail": problem}
         detail = "" if outcome == "ok" else f"exit status {result.exit_code}, the verifier gave {reward:g}"
-        return {"outcome": outcome, "reward": 0. if outcome == "overlong" else reward, "detail": detail}
+        if outcome == "overlong": reward, call_rewards = 0., None
+        return {"outcome": outcome, "reward": reward, "call_rewards": call_rewards, "detail": detail}
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
         """Rollouts of all jobs, in their order; a progress bar. Ctrl-C or a fault ends what runs, sandboxes first."""
@@ -224,20 +231,42 @@ class Runner:
         finally: pool.shutdown()
 
 
-def read_reward(box, verdict) -> tuple:
-    """-> (reward, None) or (None, what is wrong)"""
+def put_calls(box, calls: list, tokenizer):
+    """What was sampled, for a verifier that pays by call."""
+    rows = [{"id": c.id, "kind": c.kind, "finish": c.finish, "text": tokenizer.decode(list(c.sampled_ids))}
+            for c in sorted(calls, key=lambda c: c.id)]
+    with tempfile.TemporaryDirectory() as tmp:
+        (Path(tmp) / "calls.json").write_text(json.dumps(rows))
+        box.put(tmp, "/logs/agent")
+
+
+def read_reward(box, verdict, num_calls) -> tuple:
+    """-> (reward, the calls' rewards by id or None, None) or (None, None, what is wrong). num_calls 0: no model."""
     with tempfile.TemporaryDirectory() as tmp:
         for name in ("reward.txt", "reward.json"):
             file = Path(tmp) / name
             try: box.get(f"/logs/verifier/{name}", file)
             except (FileNotFoundError, ValueError): continue
-            text = file.read_text(errors="replace")[:1000]
-            try: reward = float(text if name == "reward.txt" else json.loads(text)["reward"])
-            except (ValueError, KeyError, TypeError): reward = math.nan
-            if math.isfinite(reward): return reward, None
-            return None, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; a finite number is needed"
+            text = file.read_text(errors="replace")
+            try:
+                found = {"reward": text} if name == "reward.txt" else json.loads(text)
+                reward = float(found["reward"])
+            except (ValueError, KeyError, TypeError, OverflowError): reward = math.nan
+            if not math.isfinite(reward):
+                return None, None, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; a finite number is needed"
+            paid = {key: x for key, x in found.items() if key.startswith("call_")}
+            if not paid or not num_calls: return reward, None, None
+            ids = {f"call_{i}": i for i in range(num_calls)}
+            call_rewards = [0.] * num_calls
+            for key, x in paid.items():
+                if key not in ids:
+                    return None, None, f"tests/test.sh paid {key}; the rollout has {num_calls} calls, from call_0 on"
+                if type(x) not in (int, float) or not abs(x) < 1e30:
+                    return None, None, f"tests/test.sh paid {key} {str(x)[:80]!r}; a finite number is needed"
+                call_rewards[ids[key]] = float(x)
+            return reward, call_rewards, None
     how = "ran out of time" if verdict.timed_out else f"ended with status {verdict.exit_code}"
-    return None, f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}"
+    return None, None, f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}"
 
 
 # --- what came of many ------------------------------------------------------------------------------------------------

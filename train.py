@@ -74,6 +74,7 @@ class Config:
     num_minibatches: int = 1          # optimiser steps a pass; epochs * minibatches = 1: all ratios are 1, no clip acts
     std_norm: bool = True                # divide advantages by the group's standard deviation (rloo never does)
     leave_one_out: bool = False          # baseline: mean of the others in the group (rloo always)
+    call_rewards: bool = False           # credit each call with what the verifier pays it and later ones (rollout.py)
     baseline: str = "batch"              # of reinforce: batch = mean reward of the batch, none
     clip_low: float = -1.0               # ratio clip below 1 (-1 = the algorithm's own, in algos.py)
     clip_high: float = -1.0              # ratio clip above 1 (-1 = the algorithm's own)
@@ -86,6 +87,9 @@ class Config:
     kl_reward: float = 0.0               # k1 to the policy of the start of RL, times this, off the reward (0 = off)
     kl_loss: float = 0.0                 # k3 to the same, times this, in the loss (0 = off)
     keep: str = "all"                    # all, longest_leaf (ClawGym II)
+    train_subagents: bool = False        # train subagents' calls too
+    train_compaction: bool = False       # train calls that summarise the history too
+    max_leaves: int = 0                  # a rollout of more paths leaves loss and statistics (0 = no limit)
     max_logp_gap: float = 0.1            # mean |logp_old - logp_rollout| above which an update is refused (0 = never)
     # critic (ppo)
     value_lr: float = 1e-5
@@ -101,7 +105,7 @@ class Config:
     # evaluation and checkpoints
     eval_every: int = 0           # RL steps between evaluations (0 = only before, after the cold start, and at the end)
     eval_n: int = 2                      # samples an evaluation task (bare model: 1, it rambles)
-    checkpoint: bool = True              # save the last weights in Hugging Face form
+    checkpoint: bool = True              # save the last weights in Hugging Face form, a critic's in its folder critic
 
 
 def parse(argv=None) -> Config:
@@ -138,8 +142,8 @@ def check(cfg: Config):
     assert cfg.group_size > 1 or not cfg.steps or cfg.algo in ("ppo", "reinforce") and not cfg.max_resample, (
         "--group_size 1: no group would have rewards that differ")
     assert cfg.overlong_buffer <= cfg.max_model_len, f"--overlong_buffer {cfg.overlong_buffer}: at most max_model_len"
-    for name in ("max_tokens", "max_resample", "loss_constant", "overlong_buffer", "kl_reward", "kl_loss",
-                 "value_warmup_steps", "value_clip"):
+    for name in ("max_tokens", "max_resample", "max_leaves", "max_logp_gap", "loss_constant", "overlong_buffer",
+                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip"):
         assert getattr(cfg, name) >= 0, f"--{name} {getattr(cfg, name)}: at least 0"
     for name in ("gamma", "lam"): assert 0 <= getattr(cfg, name) <= 1, f"--{name} {getattr(cfg, name)}: from 0 to 1"
     sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
@@ -190,8 +194,26 @@ class Batch:
     path_rollout: list                   # per path: which rollout
     rollout: torch.Tensor                # (N,) long
     logp_rollout: torch.Tensor           # (N,) float32, NaN = missing
+    call: torch.Tensor                   # (N,) long, id of the call that sampled it
     is_boundary: torch.Tensor            # (N,) bool, first token of a call
-    is_current: torch.Tensor             # (N,) bool, sampled by the current version
+    behind: torch.Tensor                 # (N,) long, versions that have come since the one that sampled it
+
+
+def grow(r, cfg: Config) -> tree.Tree:
+    kinds = "main", *["subagent"] * cfg.train_subagents, *["compaction"] * cfg.train_compaction
+    return tree.build(r, kinds, cfg.keep)
+
+
+def judge(rollouts: list, cfg: Config) -> tuple:
+    """-> rewards (R,) float32, NaN = none, or more paths than --max_leaves: the rollout leaves loss and statistics;
+    verdict (R,), a number for each thing that verifiers said, the calls' rewards with it where they count, NaN alike:
+    a group of one verdict teaches nothing."""
+    told = [(r.reward, *((i, x) for i, x in enumerate(r.call_rewards or ()) if x and cfg.call_rewards))
+            for r in rollouts]
+    number = {x: float(i) for i, x in enumerate(told)}
+    is_out = torch.tensor([r.reward is None or 0 < cfg.max_leaves < len(grow(r, cfg).paths) for r in rollouts])
+    verdict, rewards = torch.tensor([[number[t], t[0] or 0.] for t in told]).masked_fill(is_out[:, None], math.nan).T
+    return rewards, verdict
 
 
 def make_batch(trees: list, version: int) -> Batch:
@@ -205,8 +227,8 @@ def make_batch(trees: list, version: int) -> Batch:
         np.concatenate([a for t in trees for a in getattr(t, name)] or [[]]), dtype=dtype)
     counts = torch.tensor([len(p) for p in trained], dtype=torch.long)
     return Batch(paths, trained, tokens, owner, torch.repeat_interleave(torch.tensor(owner, dtype=torch.long), counts),
-                 cat("logp_rollout", torch.float32), cat("is_boundary", torch.bool),
-                 cat("version", torch.long) == version)
+                 cat("logp_rollout", torch.float32), cat("call", torch.long), cat("is_boundary", torch.bool),
+                 version - cat("version", torch.long))
 
 
 def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int) -> list:
@@ -234,9 +256,24 @@ def lay_out(batch: Batch, group, cfg: Config, device) -> tuple:
     return (forest, where, index, len(forest.ids)) if group is not None else (forest, where[:0], index[:0], 0)
 
 
-def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Config) -> tuple:
+def pay(batch: Batch, call_rewards: list) -> tuple:
+    """-> (R, K) float32, what each rollout's k-th trained call is paid, in order of arrival; turn (N,) long: the k of
+    each token. call_rewards: for each rollout floats by the id of the call, or None. A call that is not trained pays
+    into the trained one before it; what comes before the first is nobody's doing."""
+    turn, rows = torch.zeros_like(batch.call), []
+    for i, paid in enumerate(call_rewards):
+        mine = batch.rollout == i
+        ids, turn[mine] = torch.unique(batch.call[mine], return_inverse=True)
+        ends = [*ids.tolist(), None]
+        rows.append(torch.tensor([sum(paid[a:b]) if paid else 0. for a, b in zip(ends, ends[1:])]))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), turn
+
+
+def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Config, call_rewards=None) -> tuple:
     """-> adv (N,), returns (N,) for the critic or None. rewards (R,) float32 without NaN, group (R,) long, norm (N,);
-    old: (N,) log-probabilities, the reference's and values when the update began, where cfg needs them."""
+    old: (N,) log-probabilities, the reference's and values when the update began, where cfg needs them; call_rewards:
+    see `pay`; None: the rollouts' rewards alone."""
+    paid, turn = (None, None) if call_rewards is None else pay(batch, call_rewards)
     if cfg.overlong_buffer:
         lengths = torch.tensor([max(map(len, t.paths), default=0) for t in trees])
         rewards = rewards + algos.overlong_penalty(lengths, cfg.max_model_len, cfg.overlong_buffer)
@@ -244,15 +281,19 @@ def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Conf
         starts = np.cumsum([0] + [t.num_trained for t in trees])
         chains = [c for t, start in zip(trees, starts) for c in tree.chains(t, start)]
         of_leaf = rewards.repeat_interleave(torch.tensor([len(t.paths) for t in trees]))
-        kl = -cfg.kl_reward * (old["logp"] - old["ref"]) if cfg.kl_reward else None
-        adv, returns = algos.gae(old["value"], of_leaf, chains, cfg.gamma, cfg.lam, kl)
+        by_token = -cfg.kl_reward * (old["logp"] - old["ref"]) if cfg.kl_reward else torch.zeros(len(norm))
+        if paid is not None: by_token += paid[batch.rollout, turn] * batch.is_boundary.roll(-1)     # at its last token
+        adv, returns = algos.gae(old["value"], of_leaf, chains, cfg.gamma, cfg.lam, by_token)
         return (algos.whiten(adv, norm) if cfg.whiten else adv), returns
     if cfg.kl_reward:
         rewards = rewards - cfg.kl_reward * algos.kl_penalty(old["logp"], old["ref"], batch.rollout, len(rewards))
+    rewards, of_token = rewards[:, None], (batch.rollout, 0)                # (R, K): one column, or one a call and ...
+    if paid is not None:
+        rewards, of_token = torch.cat([paid, rewards], 1), (batch.rollout, turn)        # ... the outcome, after all
     is_rloo = cfg.algo == "rloo"
-    adv = algos.reinforce_advantages(rewards, cfg.baseline) if cfg.algo == "reinforce" else algos.group_advantages(
-        rewards, group, cfg.std_norm and not is_rloo, cfg.leave_one_out or is_rloo)
-    return adv[batch.rollout], None
+    adv = algos.reinforce_advantages(rewards, cfg.baseline) if cfg.algo == "reinforce" else algos.call_advantages(
+        rewards, group, std_norm=cfg.std_norm and not is_rloo, leave_one_out=cfg.leave_one_out or is_rloo)
+    return adv[of_token], None
 
 
 def choose(tasks: list, num: int, solved: dict, times_seen: Counter, floor: float, order: random.Random) -> list:
@@ -281,28 +322,49 @@ def gather(x, world: int) -> list:
     return all_
 
 
-def gap_metrics(batch: Batch, logp_old, seen, harness_of: list) -> dict:
-    """Fidelity: |logp_old - logp_rollout| over the tokens seen, of the current version; Pearson r of the
-    probabilities."""
-    known = seen & ~batch.logp_rollout.isnan()
-    out = {"fidelity/older_tokens": int((known & ~batch.is_current).sum()),
-           "fidelity/missing_tokens": int((seen & batch.logp_rollout.isnan()).sum())}
-    known &= batch.is_current
-    gap = (logp_old - batch.logp_rollout).abs()
+MIN_R = 0.9                              # of the gate; seen with bfloat16 on both sides: 0.995 and more
 
-    def add(name, mask):
-        if not mask.any(): return
-        g = gap[mask]
-        out.update({f"{name}_mean": g.mean().item(), f"{name}_p99": g.quantile(0.99).item(),
-                    f"{name}_max": g.max().item()})
-        p = torch.stack([logp_old[mask], batch.logp_rollout[mask]]).double().exp()
-        if mask.sum() > 2 and p.std(1).min() > 1e-3: out[f"{name}_pearson"] = torch.corrcoef(p)[0, 1].item()
-    add("fidelity/gap", known)
-    add("fidelity/interior", known & ~batch.is_boundary)
-    add("fidelity/boundary", known & batch.is_boundary)
-    if len(set(harness_of)) > 1:
-        for h in sorted(set(harness_of)):
-            add(f"fidelity/{h}", known & torch.tensor([x == h for x in harness_of])[batch.rollout])
+
+def agreement(logp_old, logp_rollout, max_gap: float) -> tuple:
+    """-> statistics of the tokens, and why they are no two computations of one probability, or None. mean, p99, max of
+    |logp_old - logp_rollout|; ess: effective share of the tokens under exp(logp_old - logp_rollout); pearson: r of the
+    probabilities, where both vary; judged where they vary much."""
+    log_ratio, p = (logp_old - logp_rollout).double(), torch.stack([logp_old, logp_rollout]).double().exp()
+    gap, n = log_ratio.abs(), len(log_ratio)
+    s = {"mean": gap.mean().item(), "p99": gap.quantile(0.99).item(), "max": gap.max().item(),
+         "ess": (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp().item() / n}
+    spread = p.std(1).min() if n > 2 else 0.
+    if spread > 1e-3: s["pearson"] = torch.corrcoef(p)[0, 1].item()
+    num_ones = int(((logp_rollout == 0) & (logp_old < -0.01)).sum())    # what is missing is NaN, never 0
+    if not s["mean"] <= max_gap: return s, f"mean |logp_old - logp_rollout| {s['mean']:.4f} > {max_gap:g}"
+    if n >= 100 and spread > 0.1 and not s["pearson"] >= MIN_R: return s, f"r {s['pearson']:.3f} < {MIN_R}"
+    return s, f"{num_ones} of {n} log-probabilities are 0" if num_ones > n / 100 else None
+
+
+def fidelity(batch: Batch, logp_old, seen, rollouts: list, max_gap: float) -> dict:
+    """The gate: trainer against engine over the tokens seen of the current version; in all (gap), inside replies
+    (interior), at their first tokens (boundary, where prompts were merged); of all rollouts and by harness. -> metrics.
+    Raises ValueError, which names harness, rollout and call, where `agreement` finds a fault in a harness's tokens. At
+    boundaries max_gap counts thrice: fewer tokens, less certain ones. max_gap 0: reports only."""
+    known, harness_of = seen & ~batch.logp_rollout.isnan(), [r.harness for r in rollouts]
+    out = {"fidelity/older_tokens": int((known & (batch.behind > 0)).sum()),
+           "fidelity/versions_behind": batch.behind[seen].double().mean().item(),
+           "fidelity/missing_tokens": int((seen & batch.logp_rollout.isnan()).sum())}
+    known, first, harnesses = known & (batch.behind == 0), batch.is_boundary, sorted(set(harness_of))
+    for h in ["", *harnesses]:
+        of_h = known & torch.tensor([h in ("", x) for x in harness_of])[batch.rollout]
+        for part, mask, bound in (("gap", of_h, max_gap), ("interior", of_h & ~first, max_gap),
+                                  ("boundary", of_h & first, 3 * max_gap)):
+            if not mask.any(): continue
+            s, why = agreement(logp_old[mask], batch.logp_rollout[mask], bound)
+            if not h or len(harnesses) > 1: out |= {f"fidelity/{h}{'/' * bool(h)}{part}_{k}": x for k, x in s.items()}
+            if not h or not max_gap or why is None: continue
+            t = int((logp_old - batch.logp_rollout).abs().nan_to_num(nan=math.inf).where(mask, -1.).argmax())
+            raise ValueError(
+                f"fidelity: harness {h}, {part}: {why} (--max_logp_gap {max_gap}); update refused. Worst: rollout "
+                f"{rollouts[batch.rollout[t]].id}, call {batch.call[t]}, token {t - int(first[:t + 1].nonzero()[-1])} "
+                f"of its reply: trainer {logp_old[t]:.3f}, engine {batch.logp_rollout[t]:.3f}. "
+                "Trainer and engine differ in weights, template, prefix cache or temperature")
     return out
 
 
@@ -382,7 +444,7 @@ def main(cfg: Config):
         print(line, flush=True)
 
     # 2. the model, sharded --------------------------------------------------------------------------------------------
-    import transformers
+    import safetensors.torch, transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
     transformers.logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
@@ -413,7 +475,7 @@ def main(cfg: Config):
         the weights alone where the fidelity gate refuses."""
         nonlocal is_checked
         is_supervised = rewards is None
-        trees = [tree.build(r, keep=cfg.keep) for r in rollouts]
+        trees = [grow(r, cfg) for r in rollouts]
         batch = make_batch(trees, version)
         R, N = len(rollouts), len(batch.rollout)
         norm = algos.token_weights(batch.rollout, R, cfg.loss_mean)
@@ -430,15 +492,7 @@ def main(cfg: Config):
             for other, mask in gather((old, seen), world):  # every rank knows the tokens that any rank computed
                 for k in old: old[k][mask] = other[k][mask]
                 seen[mask] = True
-            m.update(gap_metrics(batch, old["logp"], seen, [r.harness for r in rollouts]))
-            gap = m.get("fidelity/gap_mean", 0.)
-            if cfg.max_logp_gap and not gap <= cfg.max_logp_gap:
-                worst = int(((old["logp"] - batch.logp_rollout).abs().nan_to_num() * seen).argmax())
-                raise ValueError(f"fidelity: mean |logp_old - logp_rollout| = {gap:.4f} > "
-                                 f"--max_logp_gap {cfg.max_logp_gap}; update refused. Worst: "
-                                 f"{old['logp'][worst]:.3f} against {batch.logp_rollout[worst]:.3f} "
-                                 f"in {rollouts[batch.rollout[worst]].id}. "
-                                 "Trainer and engine differ in weights, template or temperature")
+            m.update(fidelity(batch, old["logp"], seen, rollouts, cfg.max_logp_gap))
 
         def look(chosen: list):
             """What the chosen rollouts' tokens are to policy, critic and reference before the update."""
@@ -455,7 +509,9 @@ def main(cfg: Config):
         takes_all = not is_supervised and (critic is not None or reference is not None)
         if takes_all and useful: look(useful)
         if is_supervised: adv, returns = torch.ones(N), None
-        else: adv, returns = credit(trees, batch, rewards, group_of, norm, old, cfg)
+        else:
+            paid = [r.call_rewards for r in rollouts] if cfg.call_rewards else None
+            adv, returns = credit(trees, batch, rewards, group_of, norm, old, cfg, paid)
         if not takes_all: useful = batch.rollout[adv != 0].unique().tolist()
         if not useful: return m
         learners = [("", policy, opt)] * (not is_value_only) + [("value_", critic, value_opt)] * (returns is not None)
@@ -602,8 +658,8 @@ def main(cfg: Config):
                 rollouts += roll(engine, fresh, f"step-{step:04}" + f".{turn}" * bool(turn), f"step {step + 1}")
                 jobs += fresh
                 group_of = torch.arange(len(jobs)) // cfg.group_size        # a group's jobs stand side by side
-                rewards = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts])
-                informative = group_of[algos.is_informative(rewards, group_of)].unique()
+                rewards, verdict = judge(rollouts, cfg)
+                informative = group_of[algos.is_informative(verdict, group_of)].unique()
                 if len(informative) >= num_wanted: break
             took("rollout")
             judged = ~rewards.isnan()
@@ -627,6 +683,8 @@ def main(cfg: Config):
                   "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
                   "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
                   "groups/rounds": turn + 1,
+                  "groups/bushy_rollouts": int(rewards.isnan().sum()) - sum(r.reward is None for r in rollouts),
+                  "reward/calls": sum(sum(r.call_rewards or ()) for r in rollouts) / len(rollouts),
                   **{f"outcome/{k}": v for k, v in s["outcomes"].items()},
                   "calls/num": len(calls), "calls/sampled_tokens": sum(len(c.sampled_ids) for c in calls),
                   "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
@@ -648,9 +706,10 @@ def main(cfg: Config):
 
         # 7. the checkpoint --------------------------------------------------------------------------------------------
         if cfg.checkpoint:
-            weights = {}
-            for name, full in full_weights(model):          # every rank takes part in the gathering
-                if rank == 0: weights[name] = full.to(dtype).cpu()
+            weights, value_weights = {}, {}
+            for net, into in ((model, weights), (critic and critic.model, value_weights)):
+                for name, full in full_weights(net) if net is not None else ():     # every rank takes part
+                    if rank == 0: into[name] = full.to(dtype).cpu().contiguous()
             if rank == 0:
                 tmp, final = out / "checkpoint.tmp", out / "checkpoint"
                 shutil.rmtree(tmp, ignore_errors=True)
@@ -659,6 +718,9 @@ def main(cfg: Config):
                 assert set(missing) <= tied(model) and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
                 plain.save_pretrained(tmp)
                 AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
+                if value_weights:                           # the model's, but for lm_head: one number, with a bias
+                    (tmp / "critic").mkdir()
+                    safetensors.torch.save_file(value_weights, tmp / "critic" / "model.safetensors")
                 tmp.rename(final)
                 log({"phase": "checkpoint", "time_s": time.time() - begin},
                     f"[{time.time() - begin:6.0f} s] checkpoint in {final}")

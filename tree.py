@@ -15,7 +15,8 @@ Record format 1, one JSONL file a rollout; keys of the header and the end that a
      "routing": [layers, experts a token, base64 of int16]}     only from MoE engines: of the ids but the last, less
                                              those that the parent's rows tell of; null or no such key = unknown
     {"type": "kind", "id", "kind"}         a later call showed that this one was of another kind
-    {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...}}
+    {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...},
+     "call_rewards": null | [float], a reward for each call by id, beside that of the rollout}
 No end line = an unfinished rollout (`outcome` is None).  A torn last line is ignored; any other bad line is an error.
 
 Dimension letters: T tokens of a packed forest, N its scored tokens, H heads, D size of a head, V vocabulary.
@@ -75,6 +76,7 @@ class Rollout:
     calls: list = field(default_factory=list)          # of Call, by id
     outcome: str | None = None           # ok, timeout, harness_error, ...; None = no end line
     reward: float | None = None
+    call_rewards: list | None = None     # of float, by the id of the call; None = the verifier paid no single call
     detail: str = ""
     seconds: dict = field(default_factory=dict)        # of each stage
     sandbox: str = ""
@@ -180,7 +182,7 @@ def read(path):
             elif line["type"] == "call": calls[line["id"]] = read_call(line, calls)
             elif line["type"] == "kind": calls[line["id"]].kind = line["kind"]
             elif line["type"] == "end":
-                for k in ("outcome", "reward", "detail", "seconds", "sandbox", "verify"):
+                for k in ("outcome", "reward", "call_rewards", "detail", "seconds", "sandbox", "verify"):
                     if k in line: setattr(rollout, k, line[k])
             else: raise ValueError(f"unknown type of line {line['type']!r}")
             if line["type"] not in ("call", "kind"):
@@ -427,7 +429,8 @@ def flex():
 def block_mask(last, pos, window=None):
     """GPU: the rule as FlexAttention wants it.  last, pos: (T,), T a multiple of 128; window: tokens a layer sees.
     Subtrees nest, so `last` alone tells of each block of 128 x 128 whether some or all of its queries see some or all
-    of its keys: no kernel looks at the T x T pairs."""
+    of its keys: no kernel looks at the T x T pairs.  share=False is a forest of roots under the same rule: what lies
+    between paths is skipped as a varlen kernel would, and flash-attn is no dependency."""
     start = torch.arange(0, len(last), 128, device=last.device)
     q, low, high = start[:, None], *(f(last.view(-1, 128), 1) for f in (torch.amin, torch.amax))
     some, full = (start <= q) & (q < high), (start < q) & (q + 128 <= low)
@@ -472,8 +475,9 @@ def other_layers(model):
 
 def why_flat(model):
     """Why this model's prefixes cannot be shared, so that `pack` needs share=False; None = they can.  Recurrent and
-    convolutional layers carry a state from row to row: a pack would have to hand each node its parent's, through
-    arguments that each model's layers name (or lack) in their own way."""
+    convolutional layers carry a state from row to row: a pack would have to hand each node its parent's, with gradient,
+    through arguments that each model's layers name (or lack) in their own way.  A balancing loss counts what is
+    computed, so shared tokens once; no such loss is added here."""
     kind = other_layers(model)
     if kind: return f"{model.config.model_type} has {kind} layers"
     if getattr(model.config.get_text_config(), "output_router_logits", False):

@@ -64,6 +64,9 @@ def test_reinforce_advantages_by_hand():
     of a group; residues where all are equal."""
     rewards = f64([1.0, math.nan, 0.0, 5.0])
     assert reinforce_advantages(rewards).tolist() == [-1, 0, -2, 3]
+    by_call = f64([[1.0, 2.0], [0.0, 1.0]])
+    assert reinforce_advantages(by_call, "none").tolist() == [[3, 2], [1, 1]]
+    assert reinforce_advantages(by_call).tolist() == [[1, 0.5], [-1, -0.5]]
     assert reinforce_advantages(rewards, "none").tolist() == [1, 0, 0, 5]
     assert reinforce_advantages(f64([0.1, 0.1, 0.1])).tolist() == [0, 0, 0]
     with pytest.raises(AssertionError, match="'mean'"): reinforce_advantages(rewards, "mean")
@@ -272,6 +275,13 @@ def test_corrections_are_the_formula(seed, kind, by_rollout):
         low, high = BOUNDS.get(kind, (0, math.inf))
         want = min(r, 2.0) if kind == "tis" else (r if kind == "icepop" else 1.0) if low <= r <= high else 0.0
         assert got[t].item() == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "geometric"])
+def test_a_ratio_beyond_floats_is_cut_like_any_other(kind):
+    """Catches: inf * 0, a NaN that would end the run."""
+    weight = correction(torch.zeros(1), torch.tensor([-200.]), kind, rollout=torch.zeros(1, dtype=torch.long))
+    assert weight.tolist() == [2. if kind == "tis" else 0.]
 
 
 def batch(seed, num_rollouts=4, spread=0.3, by_rollout=False):

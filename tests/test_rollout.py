@@ -156,6 +156,30 @@ def test_rewards(run, test, reward):
     assert run(test=test).reward == reward
 
 
+def test_rewards_by_call(run, scripted):
+    """Would catch rewards given to other calls than the verifier named, a verifier that is not told what the calls
+    were, the reward of the rollout lost beside them, and calls that are paid though the rollout never ended."""
+    test = f"""grep -q '"id": 0, "kind": "main", "finish": "stop", "text": "true' /logs/agent/calls.json || exit 1
+        grep -q '"id": 1, .*"text": "DONE' /logs/agent/calls.json || exit 1
+        echo '{{"reward": 0.25, "call_1": -2, "steps": 7}}' > {JSON}"""
+    done = run(scripted, ("true", "DONE"), test=test)
+    assert (done.outcome, done.reward, done.call_rewards) == ("ok", 0.25, [0., -2.])
+    paid = f"""echo '{{"reward": 1, "call_0": 0.5}}' > {JSON}"""
+    assert run(test=paid).call_rewards is None, "the oracle has no calls"
+    done = run(scripted, ("true",) * 9, test=paid)
+    assert (done.outcome, done.reward, done.call_rewards) == ("overlong", 0, None)
+
+
+@pytest.mark.parametrize("pair, says", [
+    ('"call_2": 1', "paid call_2; the rollout has 2 calls"), ('"call_-1": 1', "paid call_-1"),
+    ('"call_01": 1', "call_01"), ('"call_1": "1"', "paid call_1 '1'"), ('"call_0": NaN', "'nan'"),
+    ('"call_0": true', "'True'"), ('"call_0": 1e400', "'inf'"), ('"call_0": [1]', "'[1]'; a finite number")])
+def test_a_call_paid_in_nonsense_is_a_verifier_error(run, scripted, pair, says):
+    """Would catch a misspelt call that is silently paid nothing, and values that become NaN in the loss."""
+    done = run(scripted, ("true", "DONE"), test=f"""echo '{{"reward": 1, {pair}}}' > {JSON}""")
+    assert (done.outcome, done.reward, done.call_rewards) == ("verifier_error", None, None) and says in done.detail
+
+
 def test_a_harness_without_a_call_is_loud(run, scripted, capsys):
     """Would catch a harness that silently never reaches the model: its rollout must not count as a failure of the
     policy."""

@@ -1,5 +1,8 @@
 """train.py end to end on a tiny random model: real engine, sandboxes, harness and updates."""
+import dataclasses
+import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -85,22 +88,24 @@ def test_cold_start_rl_and_checkpoint(tiny, learnt):
     assert json.loads(record[1])["versions"][0][0] == 2, "sampled by the weights of the cold start and one step"
 
 
-def test_an_update_favours_what_was_rewarded(learnt):
+def test_an_update_favours_what_was_rewarded(learnt, tasks, tmp_path):
     """Would catch a wrong sign, advantages given to other rollouts than their own, or log-probabilities of other
-    tokens: over the last step's update, recorded rollouts with reward must have become likelier than those without
-    (before: the engine's own word for it)."""
-    folder, path = learnt[0] / "checkpoint", learnt[0] / "rollouts/step-0001"
-    rollouts = [r for r in map(tree.read, sorted(path.glob("*.jsonl"))) if r.reward is not None and r.calls]
+    tokens: one step from fresh Adam, sum over rollouts of advantage x mean logp must have risen (before: the engine's
+    own word for it). To first order Adam's first step cannot lower it; a later one, with the last batch's momentum, can."""
+    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", "--steps=1", "--lr=1e-4",
+                                 "--lr_warmup_steps=1", "--group_size=8", "--max_tokens=16")
+    assert status == 0, stderr[-3000:]
+    rollouts = [r for r in map(tree.read, sorted((tmp_path / "run/rollouts/step-0000").glob("*.jsonl")))
+                if r.reward is not None and r.calls]
     tasks = sorted({r.task for r in rollouts})
     rewards = torch.tensor([r.reward for r in rollouts])
     adv = algos.group_advantages(rewards, torch.tensor([tasks.index(r.task) for r in rollouts]))
-    model, gain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    model, gain = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint", dtype=torch.float32), []
     for t in map(tree.build, rollouts):
         forest = tree.pack(t.paths, t.trained)
         with torch.no_grad(): after = tree.logprobs(model, forest)[torch.cat(forest.where)]
         gain.append((after - torch.cat([torch.tensor(x) for x in t.logp_rollout])).mean().item())
-    gain = torch.tensor(gain)
-    assert (adv > 0).any() and gain[adv > 0].mean() > gain[adv < 0].mean() and (adv * gain).sum() > 0, (adv, gain)
+    assert len(rollouts) == 16 and (adv > 0).any() and (adv * torch.tensor(gain)).sum() > 1e-4, (adv, gain)
 
 
 RECIPES = {
@@ -122,15 +127,40 @@ def test_other_algorithms(learnt, tasks, tmp_path, algo):
     assert len(rl) == 3 and moved and max(r["packing/gradient_error"] for r in rl if "packing/logp_error" in r) < 1e-4
     for r in rl: assert 1 <= r["groups/rounds"] <= 2 and r["groups/dropped"] < r["groups/num"] or r not in moved, r
     for r in moved: assert np.isfinite([r["train/loss"], r["train/kl_ref"]]).all() and 0 < r["train/ess"] <= 1, r
-    assert moved[0]["train/kl_ref"] < 1e-6 if algo == "ppo" else moved[0]["train/ratio"] != 1
+    if algo == "gspo":                                      # the second epoch: what was favoured is likelier by now
+        assert moved[0]["train/ratio"] != 1 and max(r["train/clipped_high"] + r["train/clipped_low"] for r in moved) > 0
     if algo == "ppo":
+        assert moved[0]["train/kl_ref"] < 1e-6
         critic = [r for r in rl if "train/value_loss" in r]
         assert rl[0] not in moved and len(critic) > 1, "in its warm-up the critic alone learns"
         assert all(np.isfinite(r["train/value_loss"]) and r["train/value_grad_norm"] > 0 for r in critic)
         known = [abs(r["train/explained_variance"]) for r in critic]
         assert known[0] < 1e-6 < known[1], "a critic that is 0 at first has not moved"
+        values, policy = weights(tmp_path / "run/checkpoint/critic"), weights(tmp_path / "run/checkpoint")
+        assert values["lm_head.weight"].shape == (1, 64) and values["lm_head.weight"].any()
+        assert all(values[k].shape == v.shape and not values[k].equal(v) for k, v in policy.items() if "proj" in k)
+        again = loop.Critic(AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint"))
+        again.model.load_state_dict(values)
     before, after = weights(learnt[0] / "checkpoint"), weights(tmp_path / "run" / "checkpoint")
     assert any(not before[k].equal(after[k]) for k in before)
+
+
+def test_rewards_by_call_are_trained_on(learnt, bubblewrap, tmp_path):
+    """Would catch rewards of calls that end in the record: every rollout's own reward is 0, and only what the verifier
+    pays first calls can move the weights."""
+    paid = """echo '{"reward": 0, "call_0": 0.'$RANDOM'}' > /logs/verifier/reward.json"""
+    for i in range(2): make_task(tmp_path / f"tasks/paid-{i}", instruction=f"Write {i} to out.txt.", test=paid)
+    status, stderr, rows = train(learnt[0] / "checkpoint", tmp_path / "tasks", tmp_path / "run", "--call_rewards",
+                                 "--group_size=8", "--no_checkpoint")
+    assert status == 0, stderr[-3000:]
+    rl, records = [r for r in rows if r["phase"] == "rl"], []
+    for path in (tmp_path / "run/rollouts").glob("step-*/*.jsonl"): records.append(tree.read(path))
+    assert len(records) == 32 and [r["reward/mean"] for r in rl] == [0, 0]
+    ok = [r for r in records if r.outcome == "ok"]
+    assert ok and all(r.call_rewards[0] > 0 and r.call_rewards[1:] == [0.] * (len(r.calls) - 1) for r in ok)
+    assert sum(r["reward/calls"] for r in rl) * 16 == pytest.approx(sum(r.call_rewards[0] for r in ok))
+    assert all("train/grad_norm" in r for r in rl if r["groups/zero_variance"] < 2)
+    assert any(r.get("train/grad_norm", 0) > 0 for r in rl)
 
 
 # ---- pure parts
@@ -173,6 +203,96 @@ def test_credit_by_hand():
     assert credited([1.], logp=-1., ref=-1.5, kl_reward=.1, **ppo)[1] == near([.9, .95, .95])
     adv, _ = credited([1., 0.], algo="ppo", value=.25)
     assert np.mean(adv) == near(0) and np.std(adv) == near(1), "whitened"
+
+
+def random_rollout(random, **kw):
+    """Calls that go on from others or stand alone, aborted or a subagent's some of them, each paid something."""
+    calls = []
+    for i in range(random.integers(1, 6)):
+        base = [5] if not calls or random.random() < 0.3 else calls[random.integers(len(calls))].ids
+        prompt, ids = base + random.integers(9, 99, 2).tolist(), random.integers(9, 99, random.integers(1, 4)).tolist()
+        kind, finish = random.choice(["main"] * 3 + ["subagent"]), random.choice(["stop"] * 3 + ["abort"])
+        calls.append(tree.Call(i, kind, None, prompt, prompt, ids, [-1.] * len(ids), finish))
+    paid = random.choice([0., 0.5, 1., -2.], len(calls)).tolist() if random.random() < 0.8 else None
+    return tree.Rollout("r", "t", "h", "m", 1., 0., calls, "ok", float(random.integers(2)), paid, **kw)
+
+
+def credited_by_call(rollouts, group, value=0., **flags):
+    """-> the batch and its advantages, with the calls' rewards."""
+    cfg = loop.Config(call_rewards=True, whiten=False, **flags)
+    trees = [loop.grow(r, cfg) for r in rollouts]
+    batch = loop.make_batch(trees, 0)
+    norm = algos.token_weights(batch.rollout, len(rollouts), cfg.loss_mean)
+    rewards, old = torch.tensor([r.reward for r in rollouts]), {"value": torch.full_like(norm, value)}
+    return batch, loop.credit(trees, batch, rewards, torch.tensor(group), norm, old, cfg,
+                              [r.call_rewards for r in rollouts])[0]
+
+
+@pytest.mark.parametrize("algo", ["grpo", "rloo", "reinforce", "ppo"])
+@pytest.mark.parametrize("seed", range(8))
+def test_credit_by_call_is_the_formula(algo, seed):
+    """Would catch a call credited with what came before it, turns of other numbers or groups compared, rewards of
+    untrained calls lost, a rollout that has ended missing from the others' baseline, an outcome on some calls only, and
+    a critic's chain paid at another token than a call's last. Call by call, in Python's floats."""
+    random = np.random.default_rng(seed)
+    rollouts, group = [random_rollout(random) for _ in range(6)], [0, 0, 0, 0, 7, 7]
+    batch, adv = credited_by_call(rollouts, group, value=0.25, algo=algo, gamma=1., lam=1.)
+    trained = [[c for c in r.calls if c.kind == "main" and c.finish == "stop"] for r in rollouts]
+
+    def bucket(i, k):                                       # what the k-th trained call is paid
+        later = [c.id for c in trained[i]][k + 1:] + [99]
+        return sum(x for n, x in enumerate(rollouts[i].call_rewards or []) if trained[i][k].id <= n < later[0])
+
+    def to_go(i, k): return rollouts[i].reward + sum(bucket(i, n) for n in range(k, len(trained[i])))
+
+    def want(i, call):
+        k = [c.id for c in trained[i]].index(call)
+        if algo == "ppo":                                   # each leaf below the call: what its path is paid from here
+            at, found = trained[i][k].ids, []
+            for leaf in (c.ids for c in trained[i]):
+                if leaf[:len(at)] != at or any(d.ids[:len(leaf)] == leaf != d.ids for d in trained[i]): continue
+                found.append(sum(bucket(i, n) for n, d in enumerate(trained[i])
+                                 if leaf[:len(d.ids)] == d.ids and len(d.ids) >= len(at)))
+            return rollouts[i].reward + sum(found) / len(found) - 0.25
+        others = [to_go(j, k) for j in range(6) if group[j] == group[i] or algo == "reinforce"]
+        mean = sum(others) / len(others)
+        if algo == "rloo": return (to_go(i, k) - mean) * len(others) / (len(others) - 1)
+        if algo == "reinforce": return to_go(i, k) - mean
+        return (to_go(i, k) - mean) / ((sum((x - mean) ** 2 for x in others) / len(others)) ** 0.5 + 1e-6)
+    assert len(adv) and adv.tolist() == pytest.approx(
+        [want(i, c) for i, c in zip(batch.rollout.tolist(), batch.call.tolist())], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "ppo"])
+@pytest.mark.parametrize("seed", range(8))
+def test_untrained_calls_change_no_credit(algo, seed):
+    """Would catch turns that are counted by all calls: a retry, a dead branch or a subagent would then compare a
+    rollout's turns with other ones of its group."""
+    random, extra = np.random.default_rng(seed), np.random.default_rng(100 + seed)
+    rollouts = [random_rollout(random) for _ in range(4)]
+    before = credited_by_call(rollouts, [0] * 4, algo=algo)[1]
+    r = rollouts[0]
+    at, goes_on = int(extra.integers(len(r.calls) + 1)), r.calls[extra.integers(len(r.calls))]
+    kind, finish, prompt = [("subagent", "stop", [5, 5]), ("main", "abort", goes_on.ids + [5]),
+                            ("main", "error", goes_on.prompt_ids)][seed % 3]
+    calls = r.calls[:at] + [tree.Call(0, kind, None, prompt, prompt, [5, 5], [-1., -1.], finish)] + r.calls[at:]
+    paid = r.call_rewards and r.call_rewards[:at] + [0.] + r.call_rewards[at:]
+    more = dataclasses.replace(r, calls=[dataclasses.replace(c, id=i) for i, c in enumerate(calls)], call_rewards=paid)
+    assert credited_by_call([more, *rollouts[1:]], [0] * 4, algo=algo)[1].equal(before)
+
+
+def test_what_verifiers_said_by_hand():
+    """Would catch groups of one outcome dropped though their calls were paid unlike, or kept for rewards that do not
+    count; and rollouts of too many leaves in the statistics."""
+    say = lambda reward, paid=None, sampled=([7, 8],): dataclasses.replace(forked(reward, sampled), call_rewards=paid)
+    rollouts = [say(1.), say(1., [0.]), say(1., [0.5]), say(0., [0.5]), say(None, [0.5]), say(1., None, [[7, 8], [9]])]
+    for flags, alike in (({}, [0, 0, 0, 3, None, 0]), ({"call_rewards": True}, [0, 0, 2, 3, None, 0])):
+        rewards, verdict = loop.judge(rollouts, loop.Config(**flags))
+        assert rewards.tolist()[:4] == [1, 1, 1, 0] and rewards.isnan().tolist() == [x is None for x in alike]
+        for i, j in itertools.combinations(range(6), 2):
+            assert (verdict[i] == verdict[j]).item() == (alike[i] == alike[j]), (flags, i, j)
+    rewards, verdict = loop.judge(rollouts, loop.Config(max_leaves=1))
+    assert rewards.isnan().tolist() == verdict.isnan().tolist() == [False] * 4 + [True, True]
 
 
 @pytest.mark.parametrize("flags", [{"algo": "gspo"}, {"correction": "geometric+tis"}, {}])
@@ -219,6 +339,27 @@ def test_the_fidelity_gate_refuses(learnt, tasks, tmp_path):
     assert not any("train/grad_norm" in r for r in rows) and not (tmp_path / "run" / "checkpoint").exists()
 
 
+def test_agreement_by_hand():
+    """Would catch an ess or r that is not the formula; a shift or made-up zeros passed since a policy that is nearly
+    certain leaves the mean small; r judged where all probabilities are alike, or of a handful of tokens."""
+    random = np.random.default_rng(0)
+    logp = torch.from_numpy(np.where(random.random(400) < 0.04, -1.5, -1e-4) + random.normal(0, 1e-5, 400)).float()
+    noisy = logp + torch.from_numpy(random.normal(0, 0.01, 400)).float()
+    s, why = loop.agreement(logp, noisy, 0.2)
+    gap, w = (logp - noisy).double().numpy(), (logp - noisy).double().exp().numpy()
+    assert why is None and s == pytest.approx({
+        "mean": abs(gap).mean(), "p99": np.quantile(abs(gap), 0.99), "max": abs(gap).max(),
+        "ess": w.sum()**2 / (w**2).sum() / 400,
+        "pearson": np.corrcoef(logp.double().exp(), noisy.double().exp())[0, 1]}, rel=1e-4)
+    s, why = loop.agreement(logp, logp.roll(1), 0.2)
+    assert s["mean"] < 0.15 and why.startswith("r ")
+    assert loop.agreement(logp[:50], logp[:50].roll(1), 1.)[1] is None, "of 50 tokens"
+    assert "are 0" in loop.agreement(logp, torch.zeros(400), 0.2)[1]
+    assert loop.agreement(torch.full((400,), -1e-9), torch.zeros(400), 0.2)[1] is None, "certain, and rightly so"
+    for wrong in (logp - 0.3, torch.full((400,), -math.inf), torch.full((400,), math.nan)):
+        assert "mean" in loop.agreement(wrong, logp, 0.2)[1]
+
+
 def test_two_ranks(learnt, tasks, tmp_path):
     """Would catch ranks that wait for each other (unequal micro-batches), engines that take torchrun's variables
     for their own, and metrics that every rank writes."""
@@ -228,6 +369,9 @@ def test_two_ranks(learnt, tasks, tmp_path):
     assert status == 0, stderr[-3000:]
     rl = [r for r in rows if r["phase"] == "rl"]
     assert [r["step"] for r in rl] == [0, 1] and all(r["calls/num"] >= 8 for r in rl)
+    updated = [r for r in rl if "train/grad_norm" in r]
+    assert all(r["train/ratio"] == 1 and r["train/clipped_low"] == r["train/clipped_high"] == 0 for r in updated), (
+        "one update a batch: no ratio is another than 1, no clip acts")
     assert max(r["fidelity/gap_mean"] for r in rl if "fidelity/gap_mean" in r) < 1e-3
 
 
