@@ -82,7 +82,6 @@ class Generation:
     """Sampling for one call. It belongs to the session: a connection that breaks does not end it at once."""
     task: asyncio.Task                                      # -> vLLM's RequestOutput, whole
     call: Pending                                           # the one that it was begun for
-    request_id: str                                         # vLLM's
     expiry: asyncio.TimerHandle = None                      # set while nobody listens
 
 
@@ -104,7 +103,7 @@ class Session:
     calls: list = field(default_factory=list)               # recorded calls (tree.Call), in order of their end
     seen: list = field(default_factory=list)                # Pending of each call that began, in order
     num_started: int = 0                                    # calls whose sampling began
-    running: list = field(default_factory=list)             # Generations that sample
+    running: set = field(default_factory=set)               # tasks that sample
     orphans: list = field(default_factory=list)             # Generations that nobody listens to
     rows: dict = field(default_factory=dict)                # of the outlines (graft.outline)
     tools: dict = field(default_factory=dict)               # likewise of the tool lists
@@ -181,20 +180,18 @@ def make_recorder():
             else:
                 outputs = None if session.problem() else self.replayed(call)
                 if (problem := session.problem()): raise ValueError(problem)
-                request_id = secrets.token_hex(8)           # vLLM's may be the client's: it could name a neighbour's
                 p = SamplingParams(**{name: getattr(asked, name) for name in HARNESS_CHOOSES})
-                # the first token, then all the others: each piece that comes costs the event loop what a token does
-                p.temperature, p.output_kind, p.stream_interval = session.temperature, RequestOutputKind.DELTA, 2**30
+                p.temperature, p.output_kind = session.temperature, RequestOutputKind.DELTA
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
                 p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
                 p.stream_interval = 2**30                   # the first token, then all others at once
                 call.id = session.num_started
                 session.num_started += 1
                 session.seen.append(call)
-                task = asyncio.create_task(self.sample(call, prompt, p, request_id, kw, outputs))
-                session.running.append(generation := Generation(task, call, request_id))
-                task.add_done_callback(lambda _: session.running.remove(generation))
-                call.generation = generation
+                session.running.add(task := asyncio.create_task(
+                    self.sample(call, prompt, p, request_id, kw, outputs)))
+                task.add_done_callback(session.running.discard)
+                call.generation = Generation(task, call)
             yield await asyncio.shield(call.generation.task)
 
         async def add_request(self, *args, **kw):
@@ -232,15 +229,6 @@ def make_recorder():
                 raise
             finally: session.put(call, ids, logp, finish, versions if ids else [], p, first_s, routing)
             return answer
-
-        async def give_up(self, generations):
-            """Aborts them, and waits until what they have sampled is on record."""
-            tasks = [g.task for g in generations]
-            if not tasks: return
-            await self.abort([g.request_id for g in generations])
-            await asyncio.wait(tasks, timeout=1)
-            for task in tasks: task.cancel()                # what was not yet with the engine
-            await asyncio.wait(tasks, timeout=5)
 
         def replayed(self, call):
             """The recorded outputs of an equal prompt, or None: from then on the session is live."""
@@ -706,7 +694,7 @@ class Proxy:
 
         def expire():
             if generation in session.orphans: session.orphans.remove(generation)
-            if not task.done(): self.loop.create_task(self.engine.give_up([generation]))
+            task.cancel()                                   # does nothing where it is done
         generation.expiry = self.loop.call_later(0 if session.is_ended else self.grace_s, expire)
         session.orphans.append(generation)
 
@@ -719,7 +707,8 @@ class Proxy:
         """Ends it, aborts what runs, and waits until that is on record."""
         async def stop():
             await asyncio.sleep(0)                          # a task that is cancelled before it begins records nothing
-            await self.engine.give_up(session.running)
+            for task in session.running: task.cancel()
+            if session.running: await asyncio.wait(session.running, timeout=5)
             session.server.close()
             if session.seen: session.settle(session.seen[-1])
         self.end_session(session)
