@@ -622,7 +622,7 @@ class Proxy:
             # clamped in `generate`, not refused
             for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
                 if getattr(request, name, None) is not None:
-                    call.max_tokens = getattr(request, name)
+                    call.max_tokens = max(0, getattr(request, name))    # 0: what fits
                     setattr(request, name, None)
             for name, value in (("n", 1), ("use_beam_search", False)):
                 if getattr(request, name, None): setattr(request, name, value)

@@ -162,16 +162,17 @@ def union(*records):
     return tree.build(dataclasses.replace(records[0], calls=calls))
 
 
-@pytest.mark.parametrize("name", ["pi", "codex"])
+@pytest.mark.parametrize("name", ["pi", pytest.param("opencode", marks=pytest.mark.slow)])
 def test_a_real_harness_replayed_to_a_call_goes_on_live(name, roomy_proxy, bubblewrap, tmp_path):
     """Would catch a replay that real prompts do not match (dates, ids, places that change from run to run), that
     samples anew what is on record, that repeats or skips a reply where it goes live, or whose record is no second
-    branch of the first one's tree: at the reply where the record ends, at the tool's output where the world differs."""
+    branch of the first one's tree: at the reply where the record ends, at the tool's output where the world differs.
+    (Codex cannot be replayed so: each output of its tools has a random chunk id and a time in it.)"""
     script = harnesses.load(name).demonstrate(COMMANDS)
     first, log = live(name, script, roomy_proxy, bubblewrap, tmp_path / "first")
     assert first.reward == 1 and len(first.calls) == len(script) == 4, log
     never = "This is never said."
-    for k in 1, 3:                                          # killed after k calls: the rest is lived again, otherwise
+    for k in 1, 2:                                          # killed after k calls: the rest is lived again, otherwise
         other = [never] * k + harnesses.load(name).demonstrate(["echo other >> out.txt", COMMANDS[1]])
         record, log = live(name, other, roomy_proxy, bubblewrap, tmp_path / f"killed{k}", replay=first.calls[:k])
         assert record.reward == 1 and [c.cause for c in record.calls] == [None] * (k + 3), log
