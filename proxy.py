@@ -15,15 +15,15 @@ answers; we sit in four places around it and translate no protocol:
 
 Covered: exact prompt and sampled ids with log-probabilities of every call, aborted and failed ones included, and the
 experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); sampling owned by the run, a forced tool not
-heeded; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); replayed
-tool calls that are no JSON; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
+heeded; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); broken
+tool calls that come back; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
 one, streamed or not, while an equal request beside a live one is another sample; a session's budget of calls and
 tokens; bodies over 64 MB, requests that do not end, connections without number and finished sessions are refused, what
 no engine was asked for is never told as a fault of ours; replay of a record; a scripted policy (`--engine scripted`)
 in place of the engine's forward pass only; weights handed over by handle; no admin route reachable from a session.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
-import argparse, asyncio, contextvars, functools, hmac, itertools, json, math, os, pickle, re, secrets, \
+import argparse, asyncio, contextvars, functools, hmac, itertools, json, logging, math, os, pickle, re, secrets, \
     shlex, shutil, socket, tempfile, threading, time
 from array import array
 from dataclasses import dataclass, field
@@ -384,9 +384,10 @@ class Front:
         scope["headers"] = headers + [(b"content-length", str(len(body)).encode()),
                                       (b"content-type", b"application/json")]
         try: await self.app(scope, inner_receive, answer.send)
-        except Exception as e:                              # where vLLM has no words for a failure (responses)
-            if answer.is_started and is_stream: await answer.send_error(500, str(e)[:1000])
-            raise
+        except Exception as e:                              # raised on, it would end a connection that may be in use
+            if is_stream and answer.is_started and not answer.is_told: await answer.send_error(500, str(e)[:1000])
+            if not answer.is_told: raise
+            logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
             for task in tasks: task.cancel()
             if call.generation is not None and not answer.is_done: self.proxy.orphan(session, call.generation)
@@ -470,7 +471,7 @@ class Answer:
         self.to_client, self.path, self.gone, self.call = send, path, gone, call
         self.sign = SIGNS.get(path, b" ") if is_stream else b" "
         self.type = b"text/event-stream" if is_stream else b"application/json"
-        self.is_early = self.is_started = self.is_done = False
+        self.is_early = self.is_started = self.is_done = self.is_told = False      # told: that it failed
         self.error, self.lock = None, asyncio.Lock()        # error: status and body so far
 
     async def live(self):
@@ -509,14 +510,16 @@ class Answer:
             try: message_ = json.loads(body)["error"]["message"]
             except (ValueError, KeyError, TypeError): message_ = body.decode(errors="replace")[:1000]
             self.is_done = not self.gone.is_set()
+            self.is_told = not self.is_early or self.sign != b" "
             if not self.is_early: return await answer_error(self.to_client, self.path, status, message_)
             assert self.sign != b" ", f"after signs of life were sent: {message_}"      # uvicorn breaks the connection
             await self.send_error(status, message_)
 
     async def send_error(self, status: int, message: str):
         """An error as the last event of a stream."""
+        self.is_told = True
         data = error_body(self.path, status, message)
-        if self.path == "/v1/responses": data = {"type": "error"} | data["error"]
+        if self.path == "/v1/responses": data = data["error"] | {"type": "error"}
         await self.to_client({"type": "http.response.body", "body": event(data)})
 
 
