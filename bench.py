@@ -371,21 +371,20 @@ def bench_proxy(args) -> dict:
 def grow_session(record: Path, num_calls: int) -> tuple:
     """A session of calls that each add 600 tokens -> session, CPU seconds of each call."""
     import graft, proxy
-    session, history, seconds = proxy.Session("s", record), array("i", [5] * 100), []
+    session, history, seconds, ids = proxy.Session("s", record), array("i", [5] * 100), [], [*range(100, 400), 2]
 
-    def call(i, history):
-        call = proxy.Pending(session, 0., id=i, template_ids=history + array("i", [9]))
+    def serve(call):
         continues = {s.id: s.continues for s in session.seen}
         call.prompt_ids, parent, call.cause = graft.graft(call.template_ids, session.calls, continues, {2}, str,
                                                           "canonical")
         call.continues = parent and parent.id
+        if call.prompt_ids == call.template_ids: call.prompt_ids = call.template_ids        # as the proxy does
         session.seen.append(call)
-        ids = [*range(100, 400), 2]
         session.put(call, ids, [0.] * len(ids), "stop", [], SimpleNamespace(temperature=1., max_tokens=9), 0.)
-        return call.template_ids + array("i", ids) + array("i", range(300))
     for i in range(num_calls):
-        s, history = timed(call, i, history, clock=time.thread_time)
-        seconds.append(s)
+        call = proxy.Pending(session, 0., id=i, template_ids=history + array("i", [9]))
+        seconds.append(timed(serve, call, clock=time.thread_time)[0])
+        history = call.template_ids + array("i", ids) + array("i", range(300))
     return session, seconds
 
 

@@ -45,22 +45,32 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
     def taken(c):
         """How many of the prompt's ids are those of the call that it continues (all, or all but the end of turn)."""
         if continues.get(c.id) is None: return 0
-        ids = by_id[continues[c.id]].ids
-        return len(ids) - (c.prompt_ids[len(ids) - 1:len(ids)] != ids[-1:])
+        parent = by_id[continues[c.id]]
+        n = len(parent.prompt_ids) + len(parent.sampled_ids)
+        return n - (c.prompt_ids[n - 1:n] != (parent.sampled_ids or parent.prompt_ids)[-1:])
+
+    def is_near(c, start, own):
+        """Do the last tokens before the opening of its turn stand here? A history that is another's costs no more."""
+        at = next((i for i in range(len(c.prompt_ids), max(len(c.prompt_ids) - 64, own), -1)
+                   if c.prompt_ids[i - 1] in eos_ids), own)
+        first = max(at - 16, own)
+        return template_ids[start + first - own:start + at - own] == c.prompt_ids[first:at]
 
     best, position, keep, nearest, cause = None, 0, 0, -1, None
     # most renderings begin with that of the latest call: what came before it need not be compared again. The last
     # tokens alone tell most others apart
-    begins = lambda ids: template_ids[len(ids) - 16:len(ids)] == ids[-16:] and template_ids[:len(ids)] == ids
-    latest = sorted(calls, key=lambda c: (len(c.template_ids), c.id), reverse=True)
-    known = next((c for c in latest if begins(c.template_ids)), None)
+    begins = lambda ids: (template_ids[len(ids) - 16:len(ids)] == ids[-16:]
+                          and tree.lcp(template_ids, ids) == len(ids))
+    known = next((c for c in reversed(calls) if begins(c.template_ids)), None)
     if known is not None:
         best, keep = by_id.get(continues.get(known.id)), taken(known)
         position = len(known.template_ids) - len(known.prompt_ids) + keep
     frontier = [(c, position) for c in children.get(best and best.id, ())]
     while frontier:
         c, start = frontier.pop()
-        added = c.prompt_ids[taken(c):]
+        own = taken(c)
+        if not is_near(c, start, own): continue
+        added = c.prompt_ids[own:]
         at = start + tree.lcp(template_ids[start:start + len(added)], added)
         if at == len(template_ids) == start + len(added): return c.prompt_ids, None, "retry"
         opening = added[at - start:]                        # empty, but for a merged token
@@ -75,14 +85,16 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
         if reach <= GRAFTS.index(mode):
             is_open = has_end and end == len(template_ids)  # the end of turn that was sampled is not there yet
             end += has_end and not is_open
-            if end > position: best, position, keep = c, end, len(c.ids) - is_open
+            if end > position: best, position, keep = c, end, len(c.prompt_ids) + len(c.sampled_ids) - is_open
             frontier += [(d, end) for d in children.get(c.id, ())]
         elif at > nearest:
             nearest, cause = at, {"respelt": "tool_call_rewritten" if "<tool_call>" in decode(said)
                                   else "history_edited"}.get(relation, relation)
     if best is None: return template_ids, None, cause or ("unknown" if calls else None)
     is_branch = any(continues.get(c.id) == best.id for c in calls)
-    return best.ids[:keep] + template_ids[position:], best, (cause or "history_edited") if is_branch else None
+    prompt_ids = best.prompt_ids + best.sampled_ids[:keep - len(best.prompt_ids)]
+    prompt_ids += template_ids[position:]
+    return prompt_ids, best, (cause or "history_edited") if is_branch else None
 
 
 def compare(opening: str, got: str, meant: str):
@@ -112,27 +124,32 @@ def digest(x) -> str:
 
 
 def outline(messages, known: dict) -> list:
-    """(role, hash, hash without digits) of each message. known: hash -> such a row; new ones are entered."""
-    def row(m):
-        exact = digest(m if isinstance(m, dict) else getattr(m, "__dict__", str(m)))
-        if exact not in known:
-            text = re.sub(r"[0-9a-f]{6,}|\d+", "0", text_of(m))
-            known[exact] = role_of(m), exact, digest([role_of(m), text])
-        return known[exact]
-    return [row(m) for m in messages]
+    """(role, hash, hash without digits, hash of the first line) of each message. known: place in the list -> the
+    messages seen there and their rows, new ones are entered: to compare texts is faster by far than to hash them."""
+    def row(i, m):
+        seen = known.setdefault(i, [])
+        for old, row in reversed(seen):
+            if old == m: return row
+        text = text_of(m)
+        row = (role_of(m), digest(m if isinstance(m, dict) else getattr(m, "__dict__", str(m))),
+               digest([role_of(m), re.sub(r"[0-9a-f]{6,}|\d+", "0", text)]), digest(text.partition("\n")[0]))
+        seen.append((m, row))
+        return row
+    return [row(i, m) for i, m in enumerate(messages)]
 
 
 TAIL = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
 
 
-def with_tails(messages: list, tails: dict) -> list:
+def with_tails(messages: list, tails: dict, known: dict) -> list:
     """OpenClaw ends each request with a message that the next one lacks. Here each of them stays where it once stood,
-    so that the history only grows. tails: hash of the messages before it -> tail; the new one is entered."""
+    so that the history only grows. tails: hash of the messages before it -> tail; the new one is entered. known: as for
+    `outline`."""
     history, last = (messages[:-1], messages[-1]) if messages else ([], {})
     is_tail = role_of(last) == "user" and text_of(last).startswith(TAIL)
     if not is_tail: history = messages
     out, before = [], ""
-    for m, row in zip(history, outline(history, {})):
+    for m, row in zip(history, outline(history, known)):
         before = digest([before, row])
         out += [m, tails[before]] if before in tails and m is not history[-1] else [m]
     if is_tail: tails[before] = last
@@ -207,8 +224,14 @@ def cause_of(call, seen: list, cause: str):
     if call.kind == "main" and any(s.kind == "compaction" for s in seen[seen.index(alike[-1]):]) and cause:
         return "compaction"
     if cause not in ("unknown", "history_edited"): return cause
-    changed = [(a, b) for a, b in zip(alike[-1].outline, call.outline) if a[1] != b[1]]
-    if changed and len(call.outline) >= len(alike[-1].outline) and all(a[2] == b[2] for a, b in changed): return "nonce"
+    before = alike[-1].outline
+    changed = [(a, b) for a, b in zip(before, call.outline) if a[1] != b[1]]
+    if changed and len(call.outline) >= len(before) and all(a[2] == b[2] for a, b in changed): return "nonce"
+    # its last message is gone, the reply stands in its place, and one of its kind is the last again
+    if (0 < len(before) < len(call.outline) and call.outline[:len(before) - 1] == before[:-1]
+            and call.outline[len(before) - 1][0] == "assistant"
+            and before[-1][0] != "assistant" and (before[-1][0], before[-1][3]) == (call.outline[-1][0], call.outline[-1][3])):
+        return "volatile_tail"
     if cause == "history_edited": return cause
     system = lambda s: s.opening(("system", "developer"))
     return ("tools_changed" if all(s.tools != call.tools for s in alike) else

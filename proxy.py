@@ -27,6 +27,8 @@ from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 import graft, tree
 
 # the Pending call of the request that this asyncio task serves
@@ -42,7 +44,7 @@ NOT_FOR_HARNESSES = ("kv_transfer_params", "ec_transfer_params", "request_id", "
                      "chat_template", "echo", "add_generation_prompt", "continue_final_message", "prompt_logprobs",
                      "background", "previous_response_id")
 SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-session-id")
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_CONNECTIONS = 64 * 2**20, 2**20, 128        # connections: of a session
 FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
 CACHE = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
 
@@ -56,6 +58,7 @@ class Pending:
     is_counted: bool = False                                # count_tokens: nothing is sampled
     is_labelled: bool = False                               # the harness's own headers call it a subagent's
     is_asked: bool = False                                  # the harness's own words ask for a summary
+    forced: str = None                                      # the tool that it must call, or "required": not heeded
     id: int = None                                          # order in which sampling began
     kind: str = "main"
     template_ids: array = None                              # the prompt as the chat template renders it
@@ -77,7 +80,7 @@ class Pending:
 class Generation:
     """Sampling for one call. It belongs to the session: a connection that breaks does not end it at once."""
     task: asyncio.Task                                      # -> vLLM's RequestOutput, whole
-    key: bytes                                              # what an equal request is known by
+    call: Pending                                           # the one that it was begun for
     expiry: asyncio.TimerHandle = None                      # set while nobody listens
 
 
@@ -101,7 +104,8 @@ class Session:
     num_started: int = 0                                    # calls whose sampling began
     running: set = field(default_factory=set)               # tasks that sample
     orphans: list = field(default_factory=list)             # Generations that nobody listens to
-    rows: dict = field(default_factory=dict)                # of the outlines, by the hash of a message
+    rows: dict = field(default_factory=dict)                # of the outlines (graft.outline)
+    tools: tuple = None, None                               # the latest tool list, its hash
     is_ended: bool = False
     tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -111,12 +115,14 @@ class Session:
     def write(self, line: dict):
         with open(self.record, "a") as f: f.write(json.dumps(line, default=list) + "\n")
 
-    def put(self, call: Pending, ids, logp, finish, versions, p, first_s):
+    def put(self, call: Pending, ids, logp, finish, versions, p, first_s, routing=None):
         """A call that has ended, onto the record."""
+        forced = {"tool_choice": call.forced} if call.forced else {}
         done = tree.Call(
             id=call.id, kind=call.kind, cause=call.cause, prompt_ids=call.prompt_ids, template_ids=call.template_ids,
             sampled_ids=array("i", ids), logp_rollout=logp, finish=finish, versions=versions, tools=call.tools,
-            sampling={"temperature": p.temperature, "max_tokens": p.max_tokens},
+            routing=routing if routing is not None and len(routing) == len(call.prompt_ids) + len(ids) - 1 else None,
+            sampling={"temperature": p.temperature, "max_tokens": p.max_tokens} | forced,
             received_s=call.received_s, first_token_s=first_s, finished_s=time.time())
         self.write(tree.call_line(done, self.calls))
         self.calls.append(done)
@@ -166,8 +172,8 @@ def make_recorder():
             assert call is not None and call.prompt_ids is not None, (
                 f"request {request_id} did not come through a session")
             session = call.session
-            key = hashlib.sha256(call.template_ids.tobytes() + call.tools.encode()).digest()
-            call.generation = next((g for g in session.orphans if g.key == key), None)
+            call.generation = next((g for g in session.orphans if g.call.template_ids == call.template_ids
+                                    and g.call.tools == call.tools), None)
             if call.generation is not None:
                 session.orphans.remove(call.generation)
                 call.generation.expiry.cancel()
@@ -184,13 +190,13 @@ def make_recorder():
                 session.running.add(task := asyncio.create_task(
                     self.sample(call, prompt, p, request_id, kw, outputs)))
                 task.add_done_callback(session.running.discard)
-                call.generation = Generation(task, key)
+                call.generation = Generation(task, call)
             yield await asyncio.shield(call.generation.task)
 
         async def sample(self, call, prompt, p, request_id, kw, outputs):
-            """-> RequestOutput, on record by then. Cancelled: recorded as aborted."""
-            session = call.session
-            ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "abort"
+            """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error)."""
+            session, routing = call.session, None
+            ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "error"
             if session.script is not None: p.extra_args = {"scripted": session.script[call.id]}
             try:
                 if outputs is None: outputs = super().generate(prompt, p, request_id, **kw)
@@ -211,8 +217,11 @@ def make_recorder():
                     else:
                         answer.add(out, aggregate=True)
                         answer.outputs[0].finish_reason, answer.outputs[0].stop_reason = c.finish_reason, c.stop_reason
-                    if out.finished: finish = c.finish_reason
-            finally: session.put(call, ids, logp, finish, versions, p, first_s)
+                    if out.finished: finish, routing = c.finish_reason, c.routed_experts
+            except asyncio.CancelledError:
+                finish = "abort"
+                raise
+            finally: session.put(call, ids, logp, finish, versions, p, first_s, routing)
             return answer
 
         def replayed(self, call, request_id):
@@ -234,7 +243,7 @@ def make_recorder():
             logprobs = [{t: type("Logprob", (), {"logprob": x})} for t, x in zip(old.sampled_ids, old.logp_rollout)]
             spans = [type("Span", (), {"version": v, "start": 0, "end": n}) for v, n in old.versions]
             done = CompletionOutput(0, text, old.sampled_ids, None, logprobs, finish_reason=old.finish,
-                                    weight_versions=spans)
+                                    weight_versions=spans, routed_experts=old.routing)
 
             async def outputs():
                 yield RequestOutput(request_id, None, list(call.prompt_ids), None, [done], True)
@@ -338,24 +347,21 @@ class Front:
         scope = scope | {"path": path, "raw_path": path.encode()}
         if method == "GET": return await self.app(scope, receive, send)
         body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect": return
-            body += message.get("body", b"")
-            if len(body) > MAX_BODY_BYTES: return await refuse(413, f"the request has over {MAX_BODY_BYTES} bytes")
-            if not message.get("more_body"): break
-        try: request = json.loads(body)
-        except (ValueError, RecursionError) as e: return await refuse(400, f"the request is no JSON: {e}")
-        if not isinstance(request, dict): return await refuse(400, "the request is no JSON object")
-        for name in NOT_FOR_HARNESSES: request.pop(name, None)
-        for item in request["input"] if isinstance(request.get("input"), list) else ():      # vLLM refuses it
-            if isinstance(item, dict): item.pop("encrypted_content", None)
-        request["model"] = "policy"                         # whatever name the harness knows it by
+        try:
+            async with asyncio.timeout(self.proxy.read_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect": return
+                    body += message.get("body", b"")
+                    if len(body) > MAX_BODY_BYTES:
+                        return await refuse(413, f"the request has over {MAX_BODY_BYTES} bytes")
+                    if not message.get("more_body"): break
+        except TimeoutError: return await refuse(408, f"the request was not whole after {self.proxy.read_s:g} s")
+        try: body, is_stream = mend(bytes(body))
+        except (ValueError, RecursionError) as e: return await refuse(400, f"the request is no JSON object: {e}")
         call = Pending(session, time.time(), path.endswith("count_tokens"),
                        any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
         CALL.set(call)
-        # half an emoji, where a harness cut its text: no tokenizer takes that
-        body = json.dumps(request, ensure_ascii=False).encode(errors="replace")
         gone, is_read = asyncio.Event(), False
         headers = [h for h in scope["headers"]
                    if h[0] not in (b"content-length", b"transfer-encoding", b"content-type")]
@@ -371,7 +377,7 @@ class Front:
                 return {"type": "http.request", "body": body, "more_body": False}
             await gone.wait()
             return {"type": "http.disconnect"}
-        answer = Answer(send, path, request.get("stream") is True, gone)
+        answer = Answer(send, path, is_stream, gone)
         tasks = [asyncio.create_task(t) for t in (watch(), answer.live())]
         scope["headers"] = headers + [(b"content-length", str(len(body)).encode()),
                                       (b"content-type", b"application/json")]
@@ -379,6 +385,66 @@ class Front:
         finally:
             for task in tasks: task.cancel()
             if call.generation is not None and not answer.is_done: self.proxy.orphan(session, call.generation)
+
+
+def mend(body: bytes) -> tuple:
+    """A request's body as vLLM can and may have it; does it ask for a stream? Most are right as they are: then only
+    their outermost names are looked at, since to parse and write a long history takes longer than all else here."""
+    try: raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError): raw = {}
+    odd = b"encrypted_content", b"\\ud", b"\\uD"
+    if raw.keys().isdisjoint(NOT_FOR_HARNESSES) and bytes(raw.get("model", b"")) == b'"policy"' and not any(
+            text in body for text in odd):
+        return body, bytes(raw.get("stream", b"")) == b"true"
+    request = json.loads(body)
+    if not isinstance(request, dict): raise ValueError(type(request).__name__)
+    for name in NOT_FOR_HARNESSES: request.pop(name, None)
+    for item in request["input"] if isinstance(request.get("input"), list) else ():          # vLLM refuses it
+        if isinstance(item, dict): item.pop("encrypted_content", None)
+    request["model"] = "policy"                             # whatever name the harness knows it by
+    # half an emoji, where a harness cut its text: no tokenizer takes that
+    return json.dumps(request, ensure_ascii=False).encode(errors="replace"), request.get("stream") is True
+
+
+def bounded(protocol, proxy):
+    """uvicorn's connection, but a request that takes twice `read_s` (one that has the headers is told so by then), or
+    MAX_HEAD_BYTES of headers, ends it; and of a session there are MAX_CONNECTIONS at most."""
+    class Bounded(protocol):
+        timer, num_head_bytes = None, 0
+
+        def late(self):
+            if not self.pipeline: self.transport.abort()    # else we are late ourselves
+
+        def connection_made(self, transport):
+            super().connection_made(transport)
+            is_full = sum(c.server == self.server for c in self.connections) > MAX_CONNECTIONS
+            if is_full and self.server[1] is None: transport.abort()
+
+        def data_received(self, data):
+            self.num_head_bytes += len(data)
+            if self.num_head_bytes > MAX_HEAD_BYTES: self.transport.abort()
+            else: super().data_received(data)
+
+        def on_message_begin(self):
+            super().on_message_begin()
+            self.timer = self.loop.call_later(2 * proxy.read_s, self.late)
+
+        def on_headers_complete(self):
+            self.num_head_bytes = 0
+            super().on_headers_complete()
+
+        def on_body(self, body):
+            self.num_head_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self):
+            self.timer.cancel()
+            super().on_message_complete()
+
+        def connection_lost(self, exc):
+            if self.timer is not None: self.timer.cancel()
+            super().connection_lost(exc)
+    return Bounded
 
 
 def event(data: dict) -> bytes:
@@ -464,7 +530,8 @@ async def answer_error(send, path: str, status: int, message: str):
     """An error in the protocol's own form, which no SDK repeats unless the fault is ours (status >= 500)."""
     body = json.dumps(error_body(path, status, message)).encode() if message else b""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status < 500: headers.append((b"x-should-retry", b"false"))
+    if status < 500 and status != 408: headers.append((b"x-should-retry", b"false"))
+    if status == 408: headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -472,13 +539,13 @@ async def answer_error(send, path: str, status: int, message: str):
 class Proxy:
     """The server in a thread of its own, so that a training step does not stop it answering. Use as a context manager.
 
-    `engine`: vllm | scripted. `grace_s`: how long a call goes on for a client that has gone. `engine_args`: further
-    arguments of `vllm serve`, as on its command line."""
+    `engine`: vllm | scripted. `grace_s`: how long a call goes on for a client that has gone. `read_s`: how long a
+    client may take to send a request. `engine_args`: further arguments of `vllm serve`, as on its command line."""
 
     def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", tool_parser="hermes",
-                 grace_s=30., engine_args=()):
+                 grace_s=30., read_s=60., engine_args=()):
         self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
-        self.grace_s = grace_s
+        self.grace_s, self.read_s = grace_s, read_s
         place = tempfile.gettempdir()                       # a unix socket's path has at most 107 bytes
         self.folder = tempfile.mkdtemp(prefix="hrl-", dir=place if len(place) <= 56 else "/tmp")
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
@@ -540,6 +607,7 @@ class Proxy:
         self.uvicorn = uvicorn.Config(Front(app, self), lifespan="off", log_config=None, access_log=False,
                                       timeout_keep_alive=3600)      # a client that re-uses one we close loses a call
         self.uvicorn.load()
+        self.uvicorn.http_protocol_class = bounded(self.uvicorn.http_protocol_class, self)
         self.state = uvicorn.server.ServerState()
 
     def grafting(self, preprocess_chat):
@@ -556,13 +624,19 @@ class Proxy:
                     setattr(request, name, None)
             for name, value in (("n", 1), ("use_beam_search", False)):
                 if getattr(request, name, None): setattr(request, name, value)
-            if getattr(request, "tool_choice", None) not in (None, "none", "auto"):
-                request.tool_choice = "auto"                # no grammar
+            choice = getattr(request, "tool_choice", None)
+            if choice not in (None, "none", "auto"):        # no grammar
+                request.tool_choice = "auto"
+                call.forced = choice if isinstance(choice, str) else getattr(
+                    getattr(choice, "function", choice), "name", type(choice).__name__)
             session = call.session
-            if session.keep_tail: messages = graft.with_tails(messages, session.tails)
+            if session.keep_tail: messages = graft.with_tails(messages, session.tails, session.rows)
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
-            call.template_ids = array("i", prompt["prompt_token_ids"])
-            call.tools, call.num_tools = graft.digest(tool_dicts), len(tool_dicts or ())
+            rendered = prompt["prompt_token_ids"]
+            call.template_ids = array("i", rendered)
+            if session.tools[1] is None or session.tools[0] != tool_dicts:
+                session.tools = tool_dicts, graft.digest(tool_dicts)
+            call.tools, call.num_tools = session.tools[1], len(tool_dicts or ())
             call.outline = graft.outline(messages, session.rows)
             usable = {c.id: c for c in session.calls if c.finish not in ("abort", "error")}
             continues = {s.id: s.continues for s in session.seen}
@@ -576,7 +650,12 @@ class Proxy:
             if cause == "retry":
                 call.continues = next(continues[i] for i, c in usable.items() if c.prompt_ids == call.prompt_ids)
             if call.prompt_ids == call.template_ids: call.prompt_ids = call.template_ids
-            else: prompt["prompt_token_ids"] = list(call.prompt_ids)
+            else:                                           # only what differs becomes a list: that is what takes long
+                n = tree.lcp(call.prompt_ids, call.template_ids)
+                end = max(n, len(parent.prompt_ids) + len(parent.sampled_ids)) if parent else len(call.prompt_ids)
+                rest = max(0, len(call.prompt_ids) - end)   # that the harness added
+                prompt["prompt_token_ids"] = (rendered[:n] + call.prompt_ids[n:end].tolist()
+                                              + rendered[len(rendered) - rest:])
             if call.is_counted: return conversation, [prompt]
             call.kind = graft.kind_of(call, session, messages)
             for s in session.seen:

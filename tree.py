@@ -22,6 +22,7 @@ No end line = an unfinished rollout (`outcome` is None).  A torn last line is ig
 Dimension letters: T tokens of a packed forest, N its scored tokens, H heads, D size of a head, V vocabulary.
 Invariant: every trained token of a rollout stands in exactly one path, every path in exactly one micro-batch."""
 import argparse, base64, json, math, sys
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
@@ -84,8 +85,12 @@ class Rollout:
 
 
 def lcp(a, b):
-    """Length of the longest common prefix of two lists: gallops, then bisects, in slices compared at C speed."""
+    """Length of the longest common prefix of two lists: gallops, then bisects, in slices compared at C speed. Arrays
+    are compared where they are."""
     n, step, end = 0, 64, min(len(a), len(b))
+    if end > 4096 and isinstance(a, array) and isinstance(b, array):
+        differ = np.frombuffer(a, a.typecode, end) != np.frombuffer(b, b.typecode, end)
+        return int(differ.argmax()) if differ.any() else end
     while n < end and a[n:min(n + step, end)] == b[n:min(n + step, end)]: n, step = min(n + step, end), 2 * step
     hi = min(n + step, end)
     while n < hi:
@@ -96,20 +101,23 @@ def lcp(a, b):
 
 
 def encode(ids, earlier):
-    """-> (index, shared, tail) with ids == earlier[index][:shared] + tail, shared as long as can be; ties: the latest.
-    index is None where nothing is shared."""
+    """-> (index, shared, tail) with ids == sum(earlier[index])[:shared] + tail, shared as long as can be; ties: the
+    latest. index is None where nothing is shared. earlier: pairs of lists."""
     index, shared = None, 0
     for i in range(len(earlier) - 1, -1, -1):
-        e = earlier[i]
-        if shared < min(len(e), len(ids)) and e[shared] == ids[shared] and (n := lcp(e, ids)) > shared:
-            index, shared = i, n
+        a, b = earlier[i]
+        if shared < min(len(a) + len(b), len(ids)) and ids[shared] == (
+                a[shared] if shared < len(a) else b[shared - len(a)]):
+            n = lcp(a, ids)
+            if n == len(a): n += lcp(b, ids[n:n + len(b)])
+            if n > shared: index, shared = i, n
     return index, shared, ids[shared:]
 
 
 def call_line(call, earlier):
     """The record of a call, given the calls of the lines before it.  Sets call.parent, call.shared, and the routing of
     what it shares to that of the call that ran it first."""
-    index, call.shared, tail = encode(call.prompt_ids, [c.ids for c in earlier])
+    index, call.shared, tail = encode(call.prompt_ids, [(c.prompt_ids, c.sampled_ids) for c in earlier])
     call.parent = None if index is None else earlier[index].id
     template, routing = None, {}
     if call.routing is not None:
@@ -118,8 +126,8 @@ def call_line(call, earlier):
         own = np.asarray(call.routing[len(known):], "<i2")
         call.routing = np.concatenate([known, own])
         routing = {"routing": [*own.shape[1:], base64.b64encode(own.tobytes()).decode()]}
-    if call.template_ids != call.prompt_ids:
-        index, shared, rest = encode(call.template_ids, [c.template_ids for c in earlier])
+    if call.template_ids is not call.prompt_ids and call.template_ids != call.prompt_ids:
+        index, shared, rest = encode(call.template_ids, [(c.template_ids, ()) for c in earlier])
         template = [None if index is None else earlier[index].id, shared, rest]
     return {"type": "call", "id": call.id, "kind": call.kind, "cause": call.cause, "parent": call.parent,
             "shared": call.shared, "tail": tail, "template": template, "sampled": call.sampled_ids,

@@ -231,3 +231,59 @@ def test_a_long_session_is_one_chain_on_record(tmp_path):
                               '"temperature":1,"started_s":0}\n' + session.record.read_text())
     assert tree.read(session.record).calls[-1].prompt_ids == list(session.seen[-1].prompt_ids)
     assert session.record.stat().st_size < 3e6
+
+
+@many
+@given(lists=st.lists(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]),
+                                         st.sampled_from(["a1", "a2", "a\nb", "", "x" * 50])), max_size=5), max_size=6))
+def test_outlines_are_the_same_with_and_without_memory(lists):
+    """Would catch a message that gets the row of another: kinds and causes are read off these rows."""
+    known = {}
+    for messages in lists:
+        messages = [{"role": r, "content": c} for r, c in messages]
+        assert graft.outline(messages, known) == graft.outline(json.loads(json.dumps(messages)), {})
+
+
+TAIL = "<<<BEGIN>>>\nExec sessions: "
+
+
+@pytest.mark.parametrize("then, cause", [
+    ([("assistant", "ok"), ("tool", "out"), ("user", TAIL + "one")], "volatile_tail"),
+    ([("assistant", "ok"), ("user", TAIL + "none")], "volatile_tail"),
+    ([("assistant", "ok"), ("user", "Go on.")], "history_edited"),                      # another message
+    ([("assistant", "ok"), ("tool", "out")], "history_edited"),                         # it does not come back
+    ([("user", TAIL + "one")], "history_edited")])                                      # it changes in its place
+def test_a_last_message_that_moves(then, cause):
+    """Would catch a harness whose last message is taken away and put at the end again that counts as one that edits its
+    history, and edits that pass for that."""
+    call = row([*TASK, *then], id=1)
+    assert graft.cause_of(call, [row([*TASK, ("user", TAIL + "none")])], "unknown") == cause
+
+
+@many
+@given(a=st.integers(0, 9000), b=st.integers(0, 9000), at=st.integers(0, 9000))
+def test_lcp_of_arrays(a, b, at):
+    """Would catch a comparison of arrays in place that is off at an end, or sees other lengths."""
+    one, two = array("i", range(a)), array("i", range(b))
+    if at < b: two[at] = -1
+    assert tree.lcp(one, two) == min(a, b, at if at < b else b)
+
+
+def test_forks_at_each_turn_stay_cheap_to_tell_apart():
+    """Would catch a history that is compared with each earlier call of a session that forks at every turn: with numbers
+    of tokens that are looked at, not with seconds."""
+    looked = []
+
+    class Ids(array):
+        def __getitem__(self, i):
+            if isinstance(i, slice): looked.append(len(range(*i.indices(len(self)))))
+            got = super().__getitem__(i)
+            return Ids("i", got) if isinstance(i, slice) else got
+    calls, history = [], Ids("i", range(10, 10_010))
+    for i in range(50):
+        prompt = Ids("i", [*history, 7, 7, 7, 2, 9])
+        before = sum(looked)
+        assert graft.graft(prompt, calls, {c.id: None for c in calls}, {2}, str, "canonical")[2] == (i and "unknown" or None)
+        assert sum(looked) - before < 100 * (i + 1)
+        calls.append(tree.Call(i, "main", None, prompt, prompt, Ids("i", [5, 2]), [0., 0.], "stop"))
+        history = Ids("i", [*history, 2, 9, 5, 2, 8, 8, 8, 2, 9])

@@ -2,6 +2,7 @@
 new weights. The scripted engine stands in for what the model says and nothing else. The real one runs a tiny random
 model in float32."""
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import time
 
 import anthropic
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
@@ -485,6 +487,166 @@ def test_sessions_over_tcp_are_known_by_their_key(scripted, connect):
     finally: scripted.loop.call_soon_threadsafe(server.close)
 
 
+@pytest.fixture
+def impatient(scripted):
+    """A request may take 0.5 s."""
+    scripted.read_s = 0.5
+    yield scripted
+    scripted.read_s = 60.
+
+
+@contextlib.contextmanager
+def raw_connection(session):
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(30)
+        raw.connect(session.address)
+        yield raw
+
+
+def drip(raw, pieces):
+    """Sends pieces until the server hangs up -> what it said."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for piece in pieces:
+            raw.sendall(piece)
+            time.sleep(0.02)
+        raise AssertionError("the server never hung up")
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := raw.recv(65536): said += piece
+    return said
+
+
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n".encode()
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:20], HEAD, HEAD + b"\r\n", HEAD + b'\r\n{"messages": ['])
+def test_a_request_that_never_ends(impatient, connect, sent):
+    """Would catch a connection that is held for ever by a request that stops half way or comes a byte at a time, and a
+    body cut short that is answered by something that SDKs do not repeat: a frozen sandbox may be the reason."""
+    session = connect(impatient, ["fine"])
+    if sent:
+        with raw_connection(session) as raw:                # silence
+            raw.sendall(sent)
+            said = b""
+            while piece := raw.recv(65536): said += piece
+        assert (b"408" in said) == (HEAD + b"\r\n" in sent) and b"x-should-retry" not in said
+    with raw_connection(session) as raw: drip(raw, (b"%c" % (HEAD + b"\r\n" + b" " * 5000)[i] for i in range(5000)))
+    assert ask(connect.client(session)).status_code == 200 and len(session.calls) == 1
+
+
+def test_limits_are_on_requests_not_on_replies(impatient, connect):
+    """Would catch a time limit for sending a request that also ends a generation, a second request on its connection,
+    or a connection that rests."""
+    session = connect(impatient, ["slow", "again", "later"])
+    body = json.dumps({"model": "policy", "messages": USER}).encode()
+    post = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    with raw_connection(session) as raw:
+        with slow(impatient):
+            raw.sendall(post + post[:-1])                   # the second waits for the first, its last byte for us
+            time.sleep(2)
+        got = b""
+        while got.count(b"chat.completion") < 1: got += raw.recv(65536)
+        raw.sendall(post[-1:])
+        while got.count(b"chat.completion") < 2: got += raw.recv(65536)
+        time.sleep(1.5)
+        raw.sendall(post)
+        while got.count(b"chat.completion") < 3: got += raw.recv(65536)
+    assert [c.finish for c in session.calls] == ["stop"] * 3 and got.count(b"HTTP/1.1 200") == 3
+
+
+def test_a_flood_from_one_sandbox(scripted, connect):
+    """Would catch a sandbox that takes the memory of the trainer's process by headers without an end, or its files by
+    connections without an end."""
+    session, neighbour = connect(scripted, ["fine"]), connect(scripted, ["mine"])
+    for start, unit in (HEAD, b"X: %b\r\n" % (b"y" * 50_000)), (b"GET /", b"y" * 50_000):
+        sent, pieces = [], itertools.repeat(unit, 2000)
+        with raw_connection(session) as raw:
+            raw.sendall(start)
+            assert drip(raw, (sent.append(1) or piece for piece in pieces)) is not None and len(sent) < 500
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(raw_connection(session)) for _ in range(proxy.MAX_CONNECTIONS + 20)]
+        gone = 0
+        for raw in many[proxy.MAX_CONNECTIONS:]: gone += raw.recv(1) == b""
+        assert gone == 20
+        assert ask(connect.client(neighbour)).status_code == 200
+    assert ask(connect.client(session)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["refuses", "breaks"])
+def test_a_failure_of_the_engine(scripted, connect, path, stream, how):
+    """Would catch a failed call that passes for one whose client left, or is trained, or is not on record; and a client
+    that hears of success."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    session, core = connect(scripted, ["lost", "fine"]), scripted.engine.engine_core
+
+    class Failing(type(core)):
+        async def add_request_async(self, request):
+            if how == "refuses": raise RuntimeError("no memory")
+            for ids, finish in ([5, 6], None), ([], FinishReason.ERROR):
+                out = EngineCoreOutput(request.request_id, ids, finish_reason=finish)
+                self.outputs.put_nowait(EngineCoreOutputs(outputs=[out], timestamp=time.monotonic()))
+    body = {"model": "policy", "messages": USER, "input": USER, "max_tokens": 50, "stream": stream}
+    core.__class__ = Failing
+    try: answer = connect.client(session).post(path, json=body)
+    finally: core.__class__ = Failing.__bases__[0]
+    assert answer.status_code >= 500 or stream and '"error"' in answer.text, answer.text
+    assert not any(last.decode() in answer.text for last in proxy.LAST[1:3])
+    assert connect.client(session).post(path, json=body).status_code == 200
+    record = tree.read(session.record)
+    assert [c.finish for c in record.calls] == ["error", "stop"] and record.calls[1].cause is None
+    assert tree.build(record).num_trained == len(record.calls[1].sampled_ids)
+
+
+@pytest.mark.parametrize("path, tools, choices", [
+    (CHAT, TOOLS, ["required", {"type": "function", "function": {"name": "run"}}]),
+    (MESSAGES, [{"name": "run", "input_schema": {"type": "object"}}], [{"type": "any"}, {"type": "tool", "name": "run"}]),
+    (RESPONSES, [{"type": "function"} | TOOLS[0]["function"]], ["required", {"type": "function", "name": "run"}])])
+def test_a_forced_tool_is_not_heeded_and_on_record(scripted, connect, path, tools, choices):
+    """Would catch a reply of plain words that is made into a call of the forced tool, one of several calls that is lost,
+    and a record that does not tell that the harness asked for what the policy did not have to do."""
+    twice = f"{TOOL_CALL}\n{TOOL_CALL}"
+    session = connect(scripted, ["plain words", twice] * 4)
+    body = {"model": "policy", "messages": USER, "input": USER, "max_tokens": 300, "tools": tools}
+    for choice in choices:
+        for stream in False, True:
+            words, calls = (connect.client(session).post(path, json=body | {"tool_choice": choice, "stream": stream})
+                            for _ in range(2))
+            assert words.status_code == calls.status_code == 200 and "plain words" in words.text, words.text
+            assert "arguments" not in words.text.replace('"arguments":""', "") and "tool_use" not in words.text
+            assert len(re.findall(r'"(?:call_id|id)"\s*:\s*"((?:chatcmpl-tool|call|toolu)[-_]\w+)"', calls.text)) >= 2
+    asked = [c.sampling["tool_choice"] for c in tree.read(session.record).calls]
+    assert asked == ["required"] * 4 + ["run"] * 4
+    assert connect.client(session).post(path, json=body | {"tool_choice": "auto"}).status_code == 400    # script used up
+
+
+def test_routing_of_experts(scripted, connect):
+    """Would catch a record without the experts that a MoE engine names, one that holds those of a history again and
+    again, and experts of another number of tokens that pass for those of this call."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    session, core = connect(scripted, ["a b c"] * 3), scripted.engine.engine_core
+    experts = lambda num: np.arange(num * 2 * 3, dtype=np.int16).reshape(num, 2, 3)    # tokens, layers, experts of each
+
+    class Mixture(type(core)):
+        async def add_request_async(self, request):
+            ids = [*scripted.tokenizer.encode("a b c"), scripted.tokenizer.eos_token_id]
+            num = len(request.prompt_token_ids) + len(ids) - 1 - (session.num_started == 3)
+            out = EngineCoreOutput(request.request_id, ids, finish_reason=FinishReason.STOP, routed_experts=experts(num))
+            self.outputs.put_nowait(EngineCoreOutputs(outputs=[out], timestamp=time.monotonic()))
+    core.__class__, messages = Mixture, LONG
+    try:
+        for _ in range(3):
+            _, messages = say(connect.client(session), messages)
+            messages = [*messages, {"role": "user", "content": "on"}]
+    finally: core.__class__ = Mixture.__bases__[0]
+    one, two, three = tree.read(session.record).calls
+    assert (one.routing == experts(len(one.ids) - 1)).all() and (two.routing == experts(len(two.ids) - 1)).all()
+    assert three.routing is None and two.parent == 0
+    lines = [json.loads(line) for line in session.record.read_text().splitlines()]
+    assert len(lines[2]["routing"][2]) < len(lines[1]["routing"][2]) / 2
+
+
 DEEP = "[" * 200_000 + "]" * 200_000
 
 
@@ -514,6 +676,37 @@ def test_hostile_bodies(scripted, connect, path):
         assert "Traceback" not in answer.text
     assert client.post(path, content=b" " * (proxy.MAX_BODY_BYTES + 1)).status_code == 413
     assert ask(client).status_code == 200
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+                    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3), max_leaves=8)
+NAMES = st.sampled_from(["model", "stream", "input", "messages", "tools", "echo", "priority", "chat_template", "x",
+                         "encrypted_content"])
+escape = lambda text: "".join(f"\\u{ord(c):04x}" for c in text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pairs=st.lists(st.tuples(NAMES, JSON | st.sampled_from(["policy", True, [{"encrypted_content": "x", "a": 1}]]),
+                                st.booleans()), max_size=6))
+@example(pairs=[("priority", 1, True), ("model", "policy", False)])
+@example(pairs=[("stream", True, False), ("stream", False, True), ("model", "policy", False)])
+@example(pairs=[("model", "policy", False), ("messages", "\ud83d", False)])
+def test_what_a_request_becomes(pairs):
+    """Would catch a parameter that gets past the front door since its name is escaped or given twice, or since the body
+    is passed on unread; and a request that is altered where nothing is wrong with it."""
+    items = [(f'"{escape(name)}"' if is_escaped else json.dumps(name)) + ": " + json.dumps(value)
+             for name, value, is_escaped in pairs]
+    body = ("{" + ", ".join(items) + "}").encode()
+    asked = json.loads(body)
+    mended, is_stream = proxy.mend(body)
+    got = json.loads(mended)
+    assert is_stream == (asked.get("stream") is True) and got.pop("model") == "policy"
+    expected = {k: v for k, v in asked.items() if k not in (*proxy.NOT_FOR_HARNESSES, "model")}
+    if isinstance(expected.get("input"), list):
+        for item in expected["input"]:
+            if isinstance(item, dict): item.pop("encrypted_content", None)
+    half = lambda x: json.dumps(x, ensure_ascii=False).encode(errors="replace")
+    assert half(got) == half(expected)
 
 
 def test_replay_goes_live_where_the_prompt_differs(scripted, connect, tmp_path):

@@ -1,12 +1,18 @@
 """Recorded traffic of real harnesses (tests/wire: their prose is masked, their structure is not) through the proxy. The
 scripted engine says what the model had said then; what a harness made of it comes back as it did then."""
+import asyncio
+import dataclasses
 import gzip
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 
-from conftest import ENGINE
+from conftest import ENGINE, make_task
+import harnesses
+import rollout
 import tree
 
 WIRE = sorted((Path(__file__).parent / "wire").glob("*.jsonl.gz"))
@@ -59,7 +65,7 @@ def roomy_proxy(roomy):
 def chain(n): return "m" * n, [None] * n
 
 
-REWRITTEN, EDITED = "tool_call_rewritten", "history_edited"
+REWRITTEN, EDITED, VOLATILE = "tool_call_rewritten", "history_edited", "volatile_tail"
 EXPECTED = {
     "claude-ctx400": ("mc", [None, "compaction"]),
     "claude-malformed": ("mmmm", [None, REWRITTEN, None, None]),
@@ -68,9 +74,9 @@ EXPECTED = {
     "codex-malformed": ("mmmm", [None, REWRITTEN, None, None]),
     "codex-subagent": ("mmsms", [None, None, "subagent", None, None]),
     "mini-malformed": ("mmm", [None, EDITED, EDITED]),                      # drops the reply, says why
-    "openclaw-base": ("mmm", [None, EDITED, EDITED]),                       # the last message goes at each turn
-    "openclaw-dropx1": ("mmm", [None, EDITED, EDITED]),
-    "openclaw-mix": ("mmmmm", [None] + [EDITED] * 4),
+    "openclaw-base": ("mmm", [None, VOLATILE, VOLATILE]),                   # the last message goes at each turn
+    "openclaw-dropx1": ("mmm", [None, VOLATILE, VOLATILE]),
+    "openclaw-mix": ("mmmmm", [None] + [VOLATILE] * 4),
     "opencode-base": ("dmmm", [None] * 4),
     "opencode-compact": ("dmmcm", [None, None, None, "side", "compaction"]),
     "opencode-malformed": ("dmmmm", [None, None, REWRITTEN, REWRITTEN, None]),
@@ -127,3 +133,82 @@ def test_openclaw_with_its_tails_kept(roomy_proxy, connect):
     assert cost(stable) == 0 < cost(forking)
     new = lambda record: tree.build(record).num_unique
     assert new(stable) < new(forking)                       # tokens computed in training
+
+
+# ---- live: the harness itself, in a sandbox ----
+
+COMMANDS = ["cat here.txt > out.txt; cat out.txt", "echo two >> out.txt", "cat out.txt"]
+TEST = 'test "$(tail -n 1 /app/out.txt)" = two && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt'
+STALL_S = float(os.environ.get("HARNESS_RL_STALL_S", 600))
+
+
+def live(name, script, proxy, bubblewrap, folder, here="one\n", timeout_s=600, **options):
+    """One rollout of a real harness on a task whose here.txt says `here` -> its record, the harness's output."""
+    make_task(folder / "task", "Write out.txt.", test=TEST, toml=f"[agent]\ntimeout_sec = {timeout_s}")
+    (folder / "task/environment/files/here.txt").write_text(here)
+    task = rollout.load_task(folder / "task", "task", {"debian:bookworm-slim": "host"})
+    runner = rollout.Runner(proxy, bubblewrap, "test-wire", **options)
+    harnesses.load(name).mounts()
+    (folder / "out").mkdir()
+    record = runner.run(rollout.Job(task, name, script=tuple(script)), folder / "out")
+    return record, (folder / "out" / f"task.{name}.0.log").read_text()
+
+
+def union(*records):
+    """The tree of several rollouts of one task as if they were one."""
+    calls = [dataclasses.replace(c, id=i) for i, c in enumerate(c for r in records for c in r.calls)]
+    return tree.build(dataclasses.replace(records[0], calls=calls))
+
+
+@pytest.mark.parametrize("name", ["pi", "codex"])
+def test_a_real_harness_replayed_to_a_call_goes_on_live(name, roomy_proxy, bubblewrap, tmp_path):
+    """Would catch a replay that real prompts do not match (dates, ids, places that change from run to run), that samples
+    anew what is on record, that repeats or skips a reply where it goes live, or whose record is no second branch of the
+    first one's tree: at the reply where the record ends, at the tool's output where the world differs."""
+    script = harnesses.load(name).demonstrate(COMMANDS)
+    first, log = live(name, script, roomy_proxy, bubblewrap, tmp_path / "first")
+    assert first.reward == 1 and len(first.calls) == len(script) == 4, log
+    never = "This is never said."
+    for k in 1, 3:                                          # killed after k calls: the rest is lived again, otherwise
+        other = [never] * k + harnesses.load(name).demonstrate(["echo other >> out.txt", COMMANDS[1]])
+        record, log = live(name, other, roomy_proxy, bubblewrap, tmp_path / f"killed{k}", replay=first.calls[:k])
+        assert record.reward == 1 and [c.cause for c in record.calls] == [None] * (k + 3), log
+        for old, new in zip(first.calls[:k], record.calls):
+            assert (old.prompt_ids, old.template_ids, old.sampled_ids) == (
+                new.prompt_ids, new.template_ids, new.sampled_ids)
+        both, fork = union(first, record), first.calls[k]
+        assert record.calls[k].prompt_ids == fork.prompt_ids and len(both.paths) == 2
+        shared = tree.lcp(*both.paths)
+        assert len(fork.prompt_ids) <= shared < min(len(fork.ids), len(record.calls[k].ids))
+        assert both.num_unique == sum(map(len, both.paths)) - shared                # one branch, there
+    record, log = live(name, [never, *script[1:]], roomy_proxy, bubblewrap, tmp_path / "elsewhere", "uno\n",
+                       replay=list(first.calls))
+    assert record.reward == 1 and len(record.calls) == 4, log
+    both = union(first, record)
+    assert len(both.paths) == 2 and len(first.calls[0].ids) < tree.lcp(*both.paths) < len(first.calls[1].prompt_ids)
+    record, log = live(name, [never] * 4, roomy_proxy, bubblewrap, tmp_path / "strict", "uno\n",
+                       replay=list(first.calls), is_strict=True)
+    assert len(record.calls) == 1 and re.search(r"replay: call 1: token \d+ of the prompt begins '.*uno.*recorded in "
+                                                r"call 1: '.*one", log), log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in harnesses.names() if name != "bash"])
+def test_a_reply_that_takes_ten_minutes(name, roomy_proxy, bubblewrap, tmp_path):
+    """Would catch signs of life that this client does not count: it would hang up and ask again (a decision sampled
+    twice), or end. HARNESS_RL_STALL_S: seconds that the second reply takes."""
+    core, asked = roomy_proxy.engine.engine_core, []
+
+    class Stalling(type(core)):
+        async def add_request_async(self, request):
+            asked.append(request)
+            if len(asked) == 2: await asyncio.sleep(STALL_S)
+            await super().add_request_async(request)
+    core.__class__ = Stalling
+    script = harnesses.load(name).demonstrate(COMMANDS)
+    try: record, log = live(name, script, roomy_proxy, bubblewrap, tmp_path, timeout_s=STALL_S + 300)
+    finally: core.__class__ = Stalling.__bases__[0]
+    calls = record.calls
+    print(name, record.outcome, record.reward, [(c.cause, c.finish, round(c.finished_s - c.received_s)) for c in calls])
+    assert (record.outcome, record.reward) == ("ok", 1) and len(asked) == len(calls) == len(script), (record, log)
+    assert calls[1].finished_s - calls[1].received_s >= STALL_S
