@@ -70,6 +70,7 @@ class Pending:
     outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
     generation: "Generation" = None
+    state: object = None                                    # vLLM's, of the request that samples it
 
     def opening(self, roles, column=1):
         """Hash of the first message of one of these roles (column 2: without its digits)."""
@@ -184,6 +185,7 @@ def make_recorder():
                 p.temperature, p.output_kind = session.temperature, RequestOutputKind.DELTA
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
                 p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
+                p.stream_interval = 2**30                   # the first token, then all others at once
                 call.id = session.num_started
                 session.num_started += 1
                 session.seen.append(call)
@@ -193,35 +195,42 @@ def make_recorder():
                 call.generation = Generation(task, call)
             yield await asyncio.shield(call.generation.task)
 
+        async def add_request(self, *args, **kw):
+            queue = await super().add_request(*args, **kw)
+            CALL.get().state = state = self.output_processor.request_states.get(queue.request_id)
+            # text of each log-probability's token: vLLM makes it anew for a harness that asks
+            if state is not None: state.logprobs_processor.tokenizer = None
+            return queue
+
         async def sample(self, call, prompt, p, request_id, kw, outputs):
             """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error)."""
             session, routing = call.session, None
             ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "error"
+
+            def take(token_ids, logprobs, spans):
+                ids.extend(token_ids)
+                logp.extend([d[t].logprob for d, t in zip(logprobs, token_ids)] if logprobs
+                            else [math.nan] * len(token_ids))
+                assert len(logp) == len(ids), f"{len(ids)} tokens of {request_id} and {len(logp)} log-probabilities"
+                versions[:] = [[int(v.version), v.end - v.start] for v in spans or ()] or [[self.version, len(ids)]]
             if session.script is not None: p.extra_args = {"scripted": session.script[call.id]}
             try:
                 if outputs is None: outputs = super().generate(prompt, p, request_id, **kw)
                 async for out in outputs:
-                    c = out.outputs[0]
-                    new = list(c.token_ids)
-                    got = [d[t].logprob for d, t in zip(c.logprobs, new)] if c.logprobs else [math.nan] * len(new)
-                    assert len(got) == len(new), (
-                        f"{len(new)} tokens of {request_id} came with {len(got)} log-probabilities")
-                    ids += new
-                    logp += got
-                    first_s = first_s or time.time()
-                    if new and versions and versions[-1][0] == self.version: versions[-1][1] += len(new)
-                    elif new: versions.append([self.version, len(new)])
-                    if c.weight_versions:                   # exact also where many tokens come in one piece
-                        versions[:] = [[int(v.version), v.end - v.start] for v in c.weight_versions]
+                    first_s, c = first_s or time.time(), out.outputs[0]
+                    take(c.token_ids, c.logprobs, c.weight_versions)
                     if answer is None: answer = out
                     else:
                         answer.add(out, aggregate=True)
                         answer.outputs[0].finish_reason, answer.outputs[0].stop_reason = c.finish_reason, c.stop_reason
                     if out.finished: finish, routing = c.finish_reason, c.routed_experts
-            except asyncio.CancelledError:
-                finish = "abort"
+            except BaseException as e:
+                if isinstance(e, asyncio.CancelledError): finish = "abort"
+                if (s := call.state) is not None:           # with what vLLM has not handed out yet
+                    del ids[:], logp[:]
+                    take(s.detokenizer.output_token_ids, s.logprobs_processor.logprobs, s._weight_version_spans())
                 raise
-            finally: session.put(call, ids, logp, finish, versions, p, first_s, routing)
+            finally: session.put(call, ids, logp, finish, versions if ids else [], p, first_s, routing)
             return answer
 
         def replayed(self, call, request_id):
