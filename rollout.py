@@ -244,31 +244,34 @@ def put_calls(box, calls: list, tokenizer):
         box.put(tmp, "/logs/agent")
 
 
+def pay_calls(text: str, num_calls: int) -> list | None:
+    """The calls' rewards by id, out of reward.json; None = it pays none, or there was no model. ValueError: what is
+    wrong with them."""
+    paid, by_id = {k: x for k, x in json.loads(text).items() if k.startswith("call_")}, [0.] * num_calls
+    if not paid or not num_calls: return None
+    ids = {f"call_{i}": i for i in range(num_calls)}
+    for key, x in paid.items():
+        if key not in ids: raise ValueError(f"paid {key}; the rollout has {num_calls} calls, from call_0 on")
+        if type(x) not in (int, float) or not abs(x) < 1e30:
+            raise ValueError(f"paid {key} {str(x)[:80]!r}; a finite number is needed")
+        by_id[ids[key]] = float(x)
+    return by_id
+
+
 def read_reward(box, verdict, num_calls) -> tuple:
-    """-> (reward, the calls' rewards by id or None, None) or (None, None, what is wrong). num_calls 0: no model."""
+    """-> (reward, the calls' rewards by id or None, None) or (None, None, what is wrong)"""
     with tempfile.TemporaryDirectory() as tmp:
         for name in ("reward.txt", "reward.json"):
             file = Path(tmp) / name
             try: box.get(f"/logs/verifier/{name}", file)
             except (FileNotFoundError, ValueError): continue
             text = file.read_text(errors="replace")
-            try:
-                found = {"reward": text} if name == "reward.txt" else json.loads(text)
-                reward = float(found["reward"])
+            try: reward = float(text if name == "reward.txt" else json.loads(text)["reward"])
             except (ValueError, KeyError, TypeError, OverflowError): reward = math.nan
             if not math.isfinite(reward):
                 return None, None, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; a finite number is needed"
-            paid = {key: x for key, x in found.items() if key.startswith("call_")}
-            if not paid or not num_calls: return reward, None, None
-            ids = {f"call_{i}": i for i in range(num_calls)}
-            call_rewards = [0.] * num_calls
-            for key, x in paid.items():
-                if key not in ids:
-                    return None, None, f"tests/test.sh paid {key}; the rollout has {num_calls} calls, from call_0 on"
-                if type(x) not in (int, float) or not abs(x) < 1e30:
-                    return None, None, f"tests/test.sh paid {key} {str(x)[:80]!r}; a finite number is needed"
-                call_rewards[ids[key]] = float(x)
-            return reward, call_rewards, None
+            try: return reward, pay_calls(text, num_calls) if name == "reward.json" else None, None
+            except ValueError as e: return None, None, f"tests/test.sh {e}"
     how = "ran out of time" if verdict.timed_out else f"ended with status {verdict.exit_code}"
     return None, None, f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}"
 

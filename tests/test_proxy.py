@@ -1029,7 +1029,7 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
         shared = {n: p.detach().clone().share_memory_() for n, p in model.named_parameters()}
         handles = pickle.dumps([(n, reduce_tensor(p)) for n, p in shared.items()])
         real.call(real.engine.collective_rpc("load_handles", args=(handles,)))           # and nothing is cleared
-    ill, well = talk("List", 0.6 if fault == "temperature" else 1.), talk("Count")
+    ill, well = talk("List", 0.6 if fault == "temperature" else 1.), talk(f"For {fault} count")
     if shared: hand_over(real, old, version + 1)
     ill.harness, well.harness, call = "ill", "well", ill.calls[1]
     if fault == "shift": call.logp_rollout = call.logp_rollout[1:] + call.logp_rollout[:1]

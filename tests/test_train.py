@@ -170,7 +170,7 @@ def test_other_algorithms(learnt, tasks, tmp_path, algo):
 def test_rewards_by_call_are_trained_on(learnt, bubblewrap, tmp_path):
     """Would catch rewards of calls that end in the record: every rollout's own reward is 0, and only what the verifier
     pays first calls can move the weights."""
-    paid = """echo '{"reward": 0, "call_0": 0.'$RANDOM'}' > /logs/verifier/reward.json"""
+    paid = """echo '{"reward": 0, "call_0": 0.1'$RANDOM'}' > /logs/verifier/reward.json"""
     for i in range(2): make_task(tmp_path / f"tasks/paid-{i}", instruction=f"Write {i} to out.txt.", test=paid)
     status, stderr, rows = train(learnt[0] / "checkpoint", tmp_path / "tasks", tmp_path / "run", "--call_rewards",
                                  "--group_size=8", "--no_checkpoint")
@@ -180,7 +180,7 @@ def test_rewards_by_call_are_trained_on(learnt, bubblewrap, tmp_path):
     assert len(records) == 32 and [r["reward/mean"] for r in rl] == [0, 0]
     ok = [r for r in records if r.outcome == "ok"]
     assert ok and all(r.call_rewards[0] > 0 and r.call_rewards[1:] == [0.] * (len(r.calls) - 1) for r in ok)
-    assert sum(r["reward/calls"] for r in rl) * 16 == pytest.approx(sum(r.call_rewards[0] for r in ok))
+    assert sum(r["reward/calls"] for r in rl) * 16 == pytest.approx(sum(sum(r.call_rewards or ()) for r in records))
     assert all("train/grad_norm" in r for r in rl if r["groups/zero_variance"] < 2)
     assert any(r.get("train/grad_norm", 0) > 0 for r in rl)
 
