@@ -5,7 +5,7 @@
 3. `cause_of`: why a call does not simply go on from an earlier one: the fork causes of DESIGN, and `volatile_tail`, a
    last message that is taken away and comes back at the new end.
 Messages are vLLM's, in the form of chat completions, for all protocols. Nothing here imports vLLM."""
-import hashlib, json, re
+import hashlib, itertools, json, re
 
 import tree
 
@@ -218,7 +218,8 @@ def kind_of(call, session, messages: list) -> str:
 
 def cause_of(call, seen: list, cause: str):
     """Why a call does not simply go on from the one before it: what the graft saw, made precise by the messages."""
-    alike = [s for s in seen if s.kind == call.kind]
+    start = lambda s: [row[2] for row in itertools.takewhile(lambda row: row[0] != "assistant", s.outline)]
+    alike = [s for s in seen if s.kind == call.kind and (call.kind != "subagent" or start(s) == start(call))]
     if call.kind in ("side", "compaction") or not alike and call.kind == "subagent":
         return call.kind if call.continues is None else cause
     if not alike: return None                               # the first main call

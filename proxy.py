@@ -67,6 +67,7 @@ class Pending:
     cause: str = None                          # why this call continues no earlier one (None: it does, or is the first)
     tools: str = None                                       # hash of the tool list
     num_tools: int = 0
+    num_tool_calls: int = None                              # in the reply, once it is parsed
     outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
     generation: "Generation" = None
@@ -92,10 +93,12 @@ class Session:
     record: Path
     temperature: float = 1.0
     max_tokens: int = 0                                     # cap of a reply in tokens (0 = what fits)
-    script: list = None                                     # texts that a scripted engine samples, one a call
+    script: object = None                                   # texts that a scripted engine samples, or call -> text
     max_calls: int = 0                                      # budget of calls (0 = none)
     max_session_tokens: int = 0                             # budget of sampled tokens (0 = none)
     is_spent: bool = False                                  # a call was refused because a budget is used up
+    when_spent: object = None                               # function to call then, once
+    refused: str = None                                     # the error that the latest request was answered with
     keep_tail: bool = False                                 # --openclaw_stable
     replay: list = None                                     # recorded calls that answer while prompts are equal
     is_strict: bool = False                                 # replay: refuse the first call that differs
@@ -139,20 +142,27 @@ class Session:
         """A call without tools behind the main history was no summary if it is gone on from, or is the last."""
         if call.kind == "compaction" and not call.is_asked: self.retype(call, "main")
 
+    def has_final_answer(self) -> bool:
+        """Was the last main reply whole and without a tool call, although tools were offered, and no error after it?"""
+        last = next((s for s in reversed(self.seen) if s.kind == "main"), None)
+        return (self.refused is None and last is not None and last.num_tools > 0 == last.num_tool_calls
+                and any(c.id == last.id and c.finish == "stop" for c in self.calls))
+
     def problem(self) -> str:
         """Why it may not start another call, or None."""
         sampled = sum(len(c.sampled_ids) for c in self.calls)
         if self.is_ended: return "this session is finished"
         if self.is_strict and self.diverged: return f"replay: {self.diverged}"
-        if 0 < self.max_calls <= self.num_started:
-            self.is_spent = True
-            return f"this session has used up its {self.max_calls} calls"
-        if self.script is not None and self.num_started >= len(self.script):
+        if 0 < self.max_calls <= self.num_started: return self.spent(f"used up its {self.max_calls} calls")
+        if isinstance(self.script, list) and self.num_started >= len(self.script):
             return (f"the script of session {self.id} has {len(self.script)} lines, "
                     f"call {self.num_started + 1} wants more")
-        if 0 < self.max_session_tokens <= sampled:
-            self.is_spent = True
-            return f"this session has sampled {sampled} tokens, all that it may"
+        if 0 < self.max_session_tokens <= sampled: return self.spent(f"sampled {sampled} tokens, all that it may")
+
+    def spent(self, why: str) -> str:
+        if not self.is_spent and self.when_spent: self.when_spent()
+        self.is_spent = True
+        return f"this session has {why}"
 
 
 # --- the recording engine ---------------------------------------------------------------------------------------------
@@ -212,7 +222,8 @@ def make_recorder():
                             else [math.nan] * len(token_ids))
                 assert len(logp) == len(ids), f"{len(ids)} tokens of {request_id} and {len(logp)} log-probabilities"
                 versions[:] = [[int(v.version), v.end - v.start] for v in spans or ()] or [[self.version, len(ids)]]
-            if session.script is not None: p.extra_args = {"scripted": session.script[call.id]}
+            if (script := session.script) is not None:
+                p.extra_args = {"scripted": script(call) if callable(script) else script[call.id]}
             try:
                 if outputs is None: outputs = super().generate(prompt, p, request_id, **kw)
                 async for out in outputs:
@@ -265,6 +276,11 @@ def whole(parser_cls):
     from vllm.renderers.chat_utils import make_tool_call_id
 
     class Whole(parser_cls):
+        def parse(self, *args, **kw):
+            reasoning, content, calls = super().parse(*args, **kw)
+            CALL.get().num_tool_calls = len(calls or ())
+            return reasoning, content, calls
+
         def parse_delta(self, delta_text, delta_token_ids, request, prompt_token_ids=None, *, finished):
             assert finished, "the recording engine yields a reply in one piece"
             if prompt_token_ids is not None: self.set_prompt_token_ids(prompt_token_ids)
@@ -367,6 +383,7 @@ class Front:
         call = Pending(session, time.time(), path.endswith("count_tokens"),
                        any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
         CALL.set(call)
+        session.refused = None
         gone, unread = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
         headers = [h for h in scope["headers"]
                    if h[0] not in (b"content-length", b"transfer-encoding", b"content-type")]
@@ -511,6 +528,7 @@ class Answer:
             except (ValueError, KeyError, TypeError): message_ = body.decode(errors="replace")[:1000]
             self.is_done = not self.gone.is_set()
             self.is_told = not self.is_early or self.sign != b" "
+            CALL.get().session.refused = f"status {status}: {message_}"[:500]
             if not self.is_early: return await answer_error(self.to_client, self.path, status, message_)
             assert self.sign != b" ", f"after signs of life were sent: {message_}"      # uvicorn breaks the connection
             await self.send_error(status, message_)

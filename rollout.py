@@ -14,7 +14,8 @@ Outcomes, and what becomes of the reward:
     ok             the harness ended with status 0                   the verifier's
     overlong       the harness ran out of turns, no final answer     0: else a policy learns never to stop
     timeout        the agent's time limit ended it                   the verifier's, of what stood then
-    harness_error  the harness ended with another status             the verifier's: exit status is no success signal
+    harness_error  the harness ended with another status and without a final answer, or its last request failed
+                                                                     the verifier's: exit status is no success signal
     verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics
     infra_error    sandbox, image or disk failed                     none
     no_calls       the harness never reached the model               none, and a warning
@@ -39,6 +40,7 @@ from tqdm import tqdm
 import graft, harnesses, sandbox, tree
 
 WITHOUT_MODEL = ("oracle", "nop")
+SPENT_S = 10                            # how long a harness may go on when its budget of calls or tokens is used up
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class Job:
     task: Task
     harness: str                        # a name in harnesses/, or oracle, or nop
     sample: int = 0                     # which of the group
-    script: tuple = None                # texts for a scripted engine
+    script: object = None               # texts for a scripted engine, or a function (proxy.Session)
 
     @property
     def id(self): return f"{self.task.id}.{self.harness}.{self.sample}"
@@ -137,7 +139,7 @@ class Runner:
                 header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
                 record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
             else:
-                script = None if job.script is None else list(job.script)
+                script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
                 session = self.proxy.open_session(job.id, record, header, temperature=self.temperature, script=script,
                                                   **self.options)
             end = self.agent_and_verify(job, session, log, seconds)
@@ -188,12 +190,20 @@ class Runner:
                 context_tokens = self.proxy.engine.model_config.max_model_len
                 argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction,
                                                          "CONTEXT_TOKENS": str(context_tokens)}
+            # a harness that does not take its last no for an answer (some ask again for minutes) is ended, too
+            timer = threading.Timer(SPENT_S, box.kill)
+            timer.daemon = True
+            if session: session.when_spent = timer.start
             result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log)
+            timer.cancel()
+            if timer.is_alive(): timer.join()
             if session: self.proxy.end_session(session)
             if session and self.proxy.engine.errored:
                 raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
             outcome = ("timeout" if result.timed_out else "ok" if result.exit_code == 0 else
                        "overlong" if harness and result.exit_code == harness.overlong_exit else "harness_error")
+            if session and outcome in ("ok", "harness_error"):  # some end with 0 after failing, or 1 after none
+                outcome = "harness_error" if session.refused else "ok" if session.has_final_answer() else outcome
             if session and session.is_spent: outcome = "overlong"
             took("agent")
             with make("verify") as fresh:
@@ -207,10 +217,12 @@ class Runner:
                 verdict = fresh.exec(["bash", "/tests/test.sh"], timeout_s=task.verifier_timeout_s, log=log)
                 reward, call_rewards, problem = read_reward(fresh, verdict, session.num_started if session else 0)
             took("verify")
-        if problem: return {"outcome": "verifier_error", "reward": None, "detail": problem}
+        end = {"outcome": outcome, "exit_code": result.exit_code}
+        if problem: return end | {"outcome": "verifier_error", "reward": None, "detail": problem}
         detail = "" if outcome == "ok" else f"exit status {result.exit_code}, the verifier gave {reward:g}"
         if outcome == "overlong": reward, call_rewards = 0., None
-        return {"outcome": outcome, "reward": reward, "call_rewards": call_rewards, "detail": detail}
+        if outcome == "harness_error" and session and session.refused: detail += f", last answer {session.refused}"
+        return end | {"reward": reward, "call_rewards": call_rewards, "detail": detail}
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
         """Rollouts of all jobs, in their order; a progress bar. Ctrl-C or a fault ends what runs, sandboxes first."""

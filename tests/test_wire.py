@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ENGINE, make_task
+from conftest import ENGINE, engine_prompts, make_task
 import harnesses
 import rollout
 import tree
@@ -90,15 +90,7 @@ def test_recorded_traffic(path, roomy_proxy, connect):
     intact (spelling of arguments, ids, lists of text blocks, moving cache_control, billing headers); a subagent, title
     or summary taken for the main agent; a fork without its cause; a prompt in the record that is not the engine's; and
     tool calls lost between the reply's text and the client."""
-    core, given = roomy_proxy.engine.engine_core, []
-
-    class Spy(type(core)):
-        async def add_request_async(self, request):
-            given.append(list(request.prompt_token_ids))
-            await super().add_request_async(request)
-    core.__class__ = Spy
-    try: answers, record = replay(path, roomy_proxy, connect)
-    finally: core.__class__ = Spy.__bases__[0]
+    with engine_prompts(roomy_proxy) as given: answers, record = replay(path, roomy_proxy, connect)
     kinds, causes = EXPECTED.get(path.name.removesuffix(".jsonl.gz")) or chain(len(answers))
     assert "".join(LETTER[c.kind] for c in record.calls) == kinds and [c.cause for c in record.calls] == causes
     assert [c.prompt_ids for c in record.calls] == given
