@@ -23,8 +23,8 @@ no engine was asked for is never told as a fault of ours; replay of a record; a 
 in place of the engine's forward pass only; weights handed over by handle; no admin route reachable from a session.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
-import argparse, asyncio, contextvars, functools, hmac, itertools, json, logging, math, os, pickle, re, secrets, \
-    shlex, shutil, socket, tempfile, threading, time
+import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
+    secrets, shlex, shutil, socket, tempfile, threading, time
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -571,6 +571,8 @@ class Proxy:
         self.grace_s, self.read_s = grace_s, read_s
         place = tempfile.gettempdir()                       # a unix socket's path has at most 107 bytes
         self.folder = tempfile.mkdtemp(prefix="hrl-", dir=place if len(place) <= 56 else "/tmp")
+        self.lock = open(f"{self.folder}/.lock", "w")       # held while we live: sandbox.reap removes it after a kill
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
                      "--enable-auto-tool-choice", "--tool-call-parser", tool_parser, "--disable-fastapi-docs",

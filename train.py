@@ -52,6 +52,10 @@ class Config:
     harness: str = "bash"                # harnesses to train through, with commas
     sandbox: str = "auto"                # auto, docker, bubblewrap
     base_image: str = ""                 # NAME=LOCAL,...: local images in the place of others
+    verify: str = "auto"                 # auto, strict, compat, history: how rollouts are verified, see rollout.py
+    off: str = ""                        # defences left out, with commas: git, tools, links, tamper
+    internet: str = "refuse"             # tasks that ask for internet access: refuse, off (run without), on
+    reward_weights: str = ""             # NAME=WEIGHT,...: of a reward.json of several rewards
     num_parallel: int = 32               # rollouts at once, a rank
     max_calls: int = 0                   # calls of a rollout, then it is overlong (0 = no limit)
     max_rollout_tokens: int = 0          # sampled tokens of a rollout, then it is overlong (0 = no limit)
@@ -125,6 +129,7 @@ def parse(argv=None) -> Config:
 
 def check(cfg: Config):
     choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"),
+               "verify": ("auto", *rollout.VERIFY), "internet": ("refuse", "off", "on"),
                "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
                "baseline": ("batch", "none"), "keep": ("all", "longest_leaf")}
     for name, allowed in choices.items():
@@ -134,6 +139,8 @@ def check(cfg: Config):
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",
                  "eval_n", "max_model_len"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
+    rollout.weights(cfg.reward_weights)
+    assert set(cfg.off.split(",")) <= {"", *rollout.DEFENCES}, f"--off {cfg.off}: some of {', '.join(rollout.DEFENCES)}"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
     assert 0 < cfg.priority_floor <= 1, f"--priority_floor {cfg.priority_floor}: above 0, at most 1"
     assert not cfg.check_packing or cfg.dtype == "float32", (
@@ -420,10 +427,10 @@ def main(cfg: Config):
                    rollout.base_images([x for x in cfg.base_image.split(",") if x]))
     for name in names: harnesses.load(name).mounts()        # builds the runtimes
     kind, model_dir = sandbox.choose(cfg.sandbox), boundary.resolve_model(cfg.model, cfg.max_model_len)
-    train_tasks = rollout.load_tasks(cfg.tasks, base)
+    train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
     assert cfg.tasks_per_step <= len(train_tasks), (
         f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks")
-    eval_sets = {Path(d).name: rollout.load_tasks(d, base) for d in cfg.eval_tasks.split(",") if d}
+    eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -600,6 +607,8 @@ def main(cfg: Config):
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
     def roll(engine, jobs: list, folder: str, what: str) -> list:
         runner = rollout.Runner(engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
+                                verify=cfg.verify, off=[x for x in cfg.off.split(",") if x],
+                                reward_weights=rollout.weights(cfg.reward_weights),
                                 num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
                                 max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
         done = runner.run_all(jobs[rank::world], out / "rollouts" / folder, what, quiet=rank > 0)
@@ -713,6 +722,7 @@ def main(cfg: Config):
                   "length/context_mean": sum(lengths) / len(lengths), "length/context_max": max(lengths),
                   "length/reply_mean": sampled / max(1, len(calls)),
                   "calls/num": len(calls), "calls/sampled_tokens": sampled,
+                  "tamper/left_out": sum(len(r.more.get("left_out", [])) for r in rollouts),
                   "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
                   "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
                   "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify"),
