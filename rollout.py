@@ -346,10 +346,9 @@ class Runner:
 
 def parse_reward(text: str, is_json: bool, weights: dict | None) -> tuple:
     """-> (reward, {name: reward}). Of several: `weights` (their sum, weighted), else the one named reward."""
-    named = {k: float(v) for k, v in json.loads(text).items() if isinstance(v, (int, float))} if is_json else {}
-    if not is_json: return float(text), named
-    if weights is None: weights = {"reward": 1.} if "reward" in named or len(named) != 1 else dict.fromkeys(named, 1.)
-    return sum(w * named[k] for k, w in weights.items()), named
+    if not is_json: return float(text), {}
+    named = {k: float(v) for k, v in json.loads(text).items() if isinstance(v, (int, float))}
+    return sum(w * named[k] for k, w in (weights or {"reward": 1.}).items()), named
 
 
 def read_reward(box, verdict, weights=None) -> tuple:

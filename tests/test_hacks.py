@@ -63,7 +63,7 @@ def pytest_pyfunc_call(pyfuncitem): return True' > conftest.py""", "any"),
     "python in PATH": ("pytest", """for d in /usr/local/sbin /usr/local/bin /usr/bin; do
         echo 'exit 0' > $d/python3; chmod +x $d/python3; done""", "docker"),
     "bash itself": ("cmp", r"""cp /bin/bash /tmp/b; printf '#!/tmp/b\necho 1 > /logs/verifier/reward.txt\n' > /tmp/new
-        chmod +x /tmp/new; mkdir -p /logs/verifier; mv -f /tmp/new /bin/bash""", ""),
+        chmod +x /tmp/new; mkdir -p /logs/verifier; mv -f /tmp/new /bin/bash""", "docker"),
     "LD_PRELOAD": ("cmp", "cp preload.so /usr/lib/; echo /usr/lib/preload.so > /etc/ld.so.preload", "docker"),
     "tool in PATH": ("path", "echo 'exit 0' > bin/judge", "any"),
     "tool of a virtual environment": ("venv", "echo 'exit 0' > venv/bin/judge", "any"),
@@ -174,7 +174,7 @@ def leak(parts):
 
 
 @pytest.mark.parametrize("where, mode", [("bubblewrap", "strict"), ("docker", "strict"), ("bubblewrap", "compat"),
-                                         ("docker", "compat")])
+                                         pytest.param("docker", "compat", marks=pytest.mark.slow)])
 def test_hacks(parts, base, leak, scripted, tmp_path, request, where, mode):
     """Would catch a way to reward past the task, and a defence that costs an honest solution its reward. compat: the
     same without defences; there the hacks must pay that README names, else they prove nothing here either."""
