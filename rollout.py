@@ -168,9 +168,10 @@ class Job:
 
 def record_path(out: Path, job: Job) -> Path:
     """set/task.harness.0 -> set-task.harness.0.jsonl; with a hash where another id could give the same name."""
-    is_plain = re.fullmatch(r"[\w.]+/[\w.-]+", job.task.id) or re.fullmatch(r"[\w.]+", job.task.id)
-    mark = "" if is_plain else "-" + hashlib.sha256(job.id.encode()).hexdigest()[:8]
-    return out / (re.sub(r"[^\w.-]", "-", job.id)[:200] + mark + ".jsonl")
+    id = job.task.id
+    is_plain = re.fullmatch(r"([a-zA-Z0-9_.]+/)?[a-zA-Z0-9_.]+|[a-zA-Z0-9_.]+/[a-zA-Z0-9_.-]+", id) and len(id) < 120
+    mark = "" if is_plain else "-" + hashlib.sha256(id.encode()).hexdigest()[:8]
+    return out / f"{re.sub(r'[^a-zA-Z0-9_.-]', '-', id)[:120]}{mark}.{job.harness}.{job.sample}.jsonl"
 
 
 # What the agent may have put where the verifier reads or writes.
@@ -291,8 +292,9 @@ class Runner:
             if "tamper" not in self.off and (paths := box.changed()):
                 more["tamper"] = {"num": len(paths), "paths": paths[:20]}
             for path in task.artifacts:
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    box.get(path, log.with_suffix(".artifacts") / path.strip("/").replace("/", "-"))
+                kept = log.with_suffix(".artifacts") / path.strip("/").replace("/", "-")
+                kept.parent.mkdir(exist_ok=True)
+                with contextlib.suppress(FileNotFoundError, ValueError): box.get(path, kept)
             try: fresh = self.verifier(box, mode, make, stack, more)
             except (FileNotFoundError, ValueError) as e:    # the agent's doing, so no infra_error
                 return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"} | more

@@ -699,7 +699,11 @@ def _bytes(folder):
 def _remove_folder(folder):
     if os.geteuid():   # the processes inside may have taken our right to enter their folders
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(40):   # what runs inside may still write for the moment that it takes to die
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            break
+        time.sleep(0.05)
 
 
 def _copy(source, target):

@@ -52,6 +52,10 @@ class Config:
     harness: str = "bash"                # harnesses to train through, with commas
     sandbox: str = "auto"                # auto, docker, bubblewrap
     base_image: str = ""                 # NAME=LOCAL,...: local images in the place of others
+    verify: str = "auto"                 # auto, strict, compat, history: how rollouts are verified, see rollout.py
+    off: str = ""                        # defences left out, with commas: git, tools, links, tamper
+    internet: str = "refuse"             # tasks that ask for internet access: refuse, off (run without), on
+    reward_weights: str = ""             # NAME=WEIGHT,...: of a reward.json of several rewards
     num_parallel: int = 32               # rollouts at once, a rank
     max_calls: int = 0                   # calls of a rollout, then it is overlong (0 = no limit)
     max_rollout_tokens: int = 0          # sampled tokens of a rollout, then it is overlong (0 = no limit)
@@ -120,7 +124,7 @@ def parse(argv=None) -> Config:
 
 def check(cfg: Config):
     choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"),
-               "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
+               "verify": ("auto", *rollout.VERIFY), "internet": ("refuse", "off", "on"), "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
                "baseline": ("batch", "none"), "keep": ("all", "longest_leaf")}
     for name, allowed in choices.items():
         assert getattr(cfg, name) in allowed, f"--{name} {getattr(cfg, name)}: one of {', '.join(allowed)}"
@@ -346,10 +350,12 @@ def main(cfg: Config):
                    rollout.base_images([x for x in cfg.base_image.split(",") if x]))
     for name in names: harnesses.load(name).mounts()        # builds the runtimes
     kind, model_dir = sandbox.choose(cfg.sandbox), boundary.resolve_model(cfg.model, cfg.max_model_len)
-    train_tasks = rollout.load_tasks(cfg.tasks, base)
+    train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
     assert cfg.tasks_per_step <= len(train_tasks), (
         f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks")
-    eval_sets = {Path(d).name: rollout.load_tasks(d, base) for d in cfg.eval_tasks.split(",") if d}
+    folders = [d for d in cfg.eval_tasks.split(",") if d]
+    eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in folders}
+    assert len(eval_sets) == len(folders), f"--eval_tasks {cfg.eval_tasks}: two sets have one name, rename one's folder"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -525,6 +531,8 @@ def main(cfg: Config):
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
     def roll(engine, jobs: list, folder: str, what: str) -> list:
         runner = rollout.Runner(engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
+                                verify=cfg.verify, off=[x for x in cfg.off.split(",") if x],
+                                reward_weights=rollout.weights(cfg.reward_weights),
                                 num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
                                 max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
         done = runner.run_all(jobs[rank::world], out / "rollouts" / folder, what, quiet=rank > 0)
