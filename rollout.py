@@ -169,7 +169,7 @@ class Job:
 def record_path(out: Path, job: Job) -> Path:
     """set/task.harness.0 -> set-task.harness.0.jsonl; with a hash where another id could give the same name."""
     id = job.task.id
-    is_plain = re.fullmatch(r"([a-zA-Z0-9_.]+/)?[a-zA-Z0-9_.]+|[a-zA-Z0-9_.]+/[a-zA-Z0-9_.-]+", id) and len(id) < 120
+    is_plain = re.fullmatch(r"[\w.]+(/[\w.-]+)?", id, re.A) and len(id) < 120
     mark = "" if is_plain else "-" + hashlib.sha256(id.encode()).hexdigest()[:8]
     return out / f"{re.sub(r'[^a-zA-Z0-9_.-]', '-', id)[:120]}{mark}.{job.harness}.{job.sample}.jsonl"
 
@@ -184,8 +184,8 @@ class Runner:
 
     def __init__(self, proxy, kind: str, run_id: str, *, model="", num_parallel=8, temperature=1.0, num_warm=2,
                  verify="auto", off=(), reward_weights=None, **options):
-        """num_warm: rollouts whose sandboxes wait, started, for their turn; verify: auto or one of VERIFY; off: names of
-        defences; options: of each session (proxy.Session): max_tokens, max_calls, max_session_tokens, keep_tail."""
+        """num_warm: sandboxes that wait, started, for their turn; verify: auto or one of VERIFY; off: some of DEFENCES;
+        options: of each session (proxy.Session): max_tokens, max_calls, max_session_tokens, keep_tail."""
         assert verify in ("auto", *VERIFY), f"--verify {verify}: one of auto, {', '.join(VERIFY)}"
         assert set(off) <= set(DEFENCES), f"--off {','.join(off)}: some of {', '.join(DEFENCES)}"
         self.proxy, self.kind, self.run_id, self.model, self.num_parallel = proxy, kind, run_id, model, num_parallel
@@ -250,7 +250,7 @@ class Runner:
         task, lap = job.task, time.perf_counter()
         harness = harnesses.load(job.harness) if session else None
 
-        def make(stage, env=task.env, memory_mb=0, **kw):   # memory_mb: a harness's own need, on top of the task's limit
+        def make(stage, env=task.env, memory_mb=0, **kw):   # memory_mb: on top of the task's limit
             limits = task.limits | {"memory_mb": task.limits["memory_mb"] + memory_mb}
             box = sandbox.SANDBOXES[self.kind](env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits, **kw)
             self.boxes.append(box)
@@ -266,8 +266,8 @@ class Runner:
             if mode != "history" and "git" not in self.off and task.path not in self.without_git:
                 if not box.squash(): self.without_git.add(task.path)
             if mode == "strict" and box.workdir == "/":
-                return {"outcome": "verifier_error", "reward": None, "detail": "the image has no WORKDIR, so there is no "
-                        "workspace to carry over: give it one, or say --verify compat"}
+                return {"outcome": "verifier_error", "reward": None, "detail":
+                        "the image has no WORKDIR, so no workspace to carry over: give it one, or say --verify compat"}
             took("start")
             stack.enter_context(self.turns)
             lap = time.perf_counter()

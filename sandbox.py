@@ -254,7 +254,8 @@ class Sandbox:
                 begin = time.monotonic()
                 if begin >= deadline:
                     reason.append("time")
-                elif self._disk_bytes() > self.disk_mb << 20 or self._host_mb() < DISK_RESERVE_MB:
+                elif (self._host_mb() < DISK_RESERVE_MB
+                      or sum(map(_bytes, self._written().values())) > self.disk_mb << 20):
                     reason.append("disk")
                 else:
                     pause_s = max(2, 20 * (time.monotonic() - begin))
@@ -280,11 +281,19 @@ class Sandbox:
         return Result(128 - code if code < 0 else code, False, output)
 
     def _place(self):
+        """A folder on the file system that the sandbox writes to; `_written`: where on it what inside folders hold."""
         return tempfile.gettempdir()
 
     def _host_mb(self):
         usage = os.statvfs(self._place())
         return usage.f_bavail * usage.f_frsize >> 20
+
+    def changed(self):
+        """Files outside the workspace that were made, changed or (Docker) deleted since the start, but for SCRATCH."""
+        found = [os.path.join(inside, os.path.relpath(os.path.join(folder, name), host))
+                 for inside, host in self._written().items() for folder, _, names in os.walk(host) for name in names
+                 if os.lstat(os.path.join(folder, name)).st_ctime > self.started_s]
+        return sorted(path for path in found if not path.startswith(tuple(f"{p}/" for p in (*SCRATCH, self.workdir))))
 
     def squash(self):
         """Leave one commit of the history of each repository in the workspace: no remote, tag, stash, reflog or object
@@ -386,6 +395,7 @@ find . -mindepth 1 \( "$@" \) -prune -o -type d -print0 | sort -rz | xargs -0 rm
 exit 0"""
 AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py"}
 SHADOWING = re.compile(rf"({'|'.join(sys.stdlib_module_names)}|_?pytest|pluggy)(/__init__)?\.([\w-]+\.)?(py|pyc|so)")
+SCRATCH = ("/tmp", "/var/tmp", "/run", "/dev", "/proc", "/sys", "/opt/harness", "/solution", "/var/log", "/var/cache")
 SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: links there tell nothing new
 
 
@@ -540,10 +550,10 @@ class Docker(Sandbox):
         self.upper = upper if upper.is_dir() else None   # where its files lie, if the daemon's disk can be looked at
 
     def _place(self):
-        return self.upper.parent.parent if self.upper else super()._place()
+        return self.upper.parents[1] if self.upper else super()._place()
 
-    def _disk_bytes(self):
-        return _bytes(self.upper) if self.upper else 0
+    def _written(self):
+        return {"/": self.upper} if self.upper else {}
 
     def _run(self, argv, env, cwd, user=""):
         api = _client().api
@@ -577,13 +587,6 @@ class Docker(Sandbox):
         """End every process for good: files can be read, nothing runs any more."""
         with _faults(f"freeze {self.name}"), contextlib.suppress(docker.errors.APIError):   # 409: it does not run
             _client().api.kill(self.container)
-
-    def changed(self):
-        """Paths outside the workspace that differ from the image's, without scratch folders and folders themselves."""
-        with _faults(f"changes of {self.name}"):
-            found = {row["Path"] for row in _client().api.diff(self.container) or []}
-        folders = {str(parent) for path in found for parent in Path(path).parents}
-        return sorted(path for path in found - folders if not _is_scratch(path, self))
 
     @contextlib.contextmanager
     def snapshot(self):
@@ -674,15 +677,6 @@ WRITABLE = ("/tmp", "/var/tmp", "/root", "/home", "/logs", "/tests", "/solution"
 DEFAULTS = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
 FIXED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/run", "/sys")
 ETC = ("alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "localtime", "os-release", "services")
-
-
-SCRATCH = ("/tmp", "/var/tmp", "/run", "/dev", "/proc", "/sys", "/opt/harness", "/solution", "/var/log", "/var/cache")
-
-
-def _is_scratch(path, box):
-    """Is this a place where every agent writes, the workspace, or a copy of the task's?"""
-    places = (*SCRATCH, box.workdir, *(inside for _, inside in box.env.copies))
-    return f"{path}/".startswith(tuple(f"{place.rstrip('/')}/" for place in places))
 
 
 def _bytes(folder):
@@ -834,15 +828,8 @@ class Bubblewrap(Sandbox):
         """End every process: what was started has ended with its exec."""
         self.kill()
 
-    def _disk_bytes(self):
-        return sum(_bytes(path) for path in self.mounts.values())
-
-    def changed(self):
-        """Paths outside the workspace that were written since the start, without scratch folders."""
-        found = [posixpath.join(inside, os.path.relpath(os.path.join(folder, name), host))
-                 for inside, host in self.mounts.items() for folder, _, names in os.walk(host) for name in names
-                 if os.lstat(os.path.join(folder, name)).st_ctime > self.started_s]
-        return sorted(path for path in found if not _is_scratch(path, self))
+    def _written(self):
+        return self.mounts
 
     @contextlib.contextmanager
     def snapshot(self):

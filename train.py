@@ -124,7 +124,8 @@ def parse(argv=None) -> Config:
 
 def check(cfg: Config):
     choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"),
-               "verify": ("auto", *rollout.VERIFY), "internet": ("refuse", "off", "on"), "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
+               "verify": ("auto", *rollout.VERIFY), "internet": ("refuse", "off", "on"),
+               "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
                "baseline": ("batch", "none"), "keep": ("all", "longest_leaf")}
     for name, allowed in choices.items():
         assert getattr(cfg, name) in allowed, f"--{name} {getattr(cfg, name)}: one of {', '.join(allowed)}"
@@ -353,9 +354,7 @@ def main(cfg: Config):
     train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
     assert cfg.tasks_per_step <= len(train_tasks), (
         f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks")
-    folders = [d for d in cfg.eval_tasks.split(",") if d]
-    eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in folders}
-    assert len(eval_sets) == len(folders), f"--eval_tasks {cfg.eval_tasks}: two sets have one name, rename one's folder"
+    eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -636,6 +635,8 @@ def main(cfg: Config):
                   "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
                   "groups/rounds": turn + 1,
                   **{f"outcome/{k}": v for k, v in s["outcomes"].items()},
+                  "tamper/paths": sum(r.more.get("tamper", {}).get("num", 0) for r in rollouts),
+                  "tamper/left_out": sum(len(r.more.get("left_out", [])) for r in rollouts),
                   "calls/num": len(calls), "calls/sampled_tokens": sum(len(c.sampled_ids) for c in calls),
                   "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
                   "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
