@@ -32,6 +32,7 @@ import os
 import posixpath
 import re
 import resource
+import select
 import shlex
 import shutil
 import signal
@@ -409,7 +410,7 @@ for who in AUTHOR COMMITTER; do
     export GIT_${who}_NAME=task GIT_${who}_EMAIL=task@localhost GIT_${who}_DATE='2000-01-01T00:00:00Z'
 done
 IFS='
-'; for git in $(find . -name .git -prune); do (
+'; for git in $(find . -xdev -name .git -prune); do (
     echo "$git"
     cd "${git%/*}" && [ -d .git ] && git rev-parse --git-dir > /dev/null 2>&1 || { rm -rf "${git##*/}"; exit; }
     head=$(git symbolic-ref -q HEAD || echo refs/heads/main)
@@ -804,12 +805,19 @@ class Bubblewrap(Sandbox):
             if not self.folder:
                 raise SandboxError(f"{self.name} is stopped")
             process = subprocess.Popen(self._bwrap(cwd, DEFAULTS | self.env.env | env) + argv, env={}, stdin=stdin,
-                                       stdout=subprocess.PIPE, stderr=stderr)
+                                       stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
             self.running = [p for p in self.running if p.poll() is None] + [process]
 
         def chunks():
-            with process.stdout:
-                yield from iter(lambda: process.stdout.read1(1 << 16), b"")
+            with process.stdout as pipe:
+                (wait := select.poll()).register(pipe)
+                while process.poll() is None or wait.poll(200):
+                    if wait.poll(200):
+                        if not (chunk := os.read(pipe.fileno(), 1 << 16)):
+                            return
+                        yield chunk
+                # bwrap was killed while it set up: its child, which holds the pipe, would wait for it for ever
+                os.killpg(process.pid, signal.SIGKILL)
         return chunks(), process.poll
 
     def kill(self):

@@ -633,18 +633,35 @@ def test_concurrency(kind):
     assert len(os.listdir("/proc/self/fd")) < before + 24   # 16: kept connections to the daemon
 
 
-def test_stop_while_a_command_starts(tmp_path):
-    """Would catch a bwrap killed before it has set itself up, whose child then waits for ever and holds the output open:
-    the exec never returns, and an interrupted run hangs."""
-    for i in range(40):
-        box = sandbox.Bubblewrap(sandbox.Environment(base="host", workdir="/app"), run_id="starts", name=str(i))
-        box.start()
+def living(groups):
+    """Processes, no zombies, of these process groups."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            found += [path] if state not in "ZX" and int(group) in groups else []
+    return found
 
-        def work():
-            with contextlib.suppress(sandbox.SandboxError): box.exec(["sleep", "60"])
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        time.sleep(i * 0.0004)
-        box.stop()
-        thread.join(20)
-        assert not thread.is_alive(), f"stopped {i * 0.4:.1f} ms after its start, the command never returned"
+
+@pytest.mark.parametrize("how", ["stop", "kill -9"])
+def test_stop_while_a_command_starts(how):
+    """Would catch a bwrap killed before it has set itself up, whose child then waits for ever and holds the output
+    open: the exec never returns, an interrupted run hangs, and the child stays."""
+    needs("bubblewrap")
+    for i in range(40 if how == "stop" else 20):
+        with make("bubblewrap", Environment("host", workdir="/app")) as box:
+            def work():
+                with contextlib.suppress(SandboxError): box.exec(["sleep", "60"])
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            time.sleep(i * 0.0004)
+            if how == "kill -9":
+                while not box.running: time.sleep(0.0001)
+                box.running[0].kill()
+            else: box.stop()
+            thread.join(20)
+            assert not thread.is_alive(), f"stopped {i * 0.4:.1f} ms after its start, the command never returned"
+            deadline = time.time() + 20
+            while left := living([process.pid for process in box.running]):
+                assert time.time() < deadline, left
+                time.sleep(0.01)
