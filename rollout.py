@@ -176,7 +176,8 @@ def record_path(out: Path, job: Job) -> Path:
 
 # What the agent may have put where the verifier reads or writes.
 CLEAN = """for d in /tests /solution /logs; do
-    [ ! -L $d ] || rm $d; chmod -R u+rwX $d; find $d -mindepth 1 -delete; done"""
+    [ ! -L $d ] || rm $d; chmod -R u+rwX $d; find $d -mindepth 1 -delete; done
+mkdir -p /logs/verifier; chmod 777 /logs/verifier"""
 
 
 class Runner:
@@ -300,8 +301,7 @@ class Runner:
                 return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"} | more
             fresh.put(task.path / "tests", "/tests")
             with open(log, "a") as f: f.write("\n=== verifier\n")
-            start = "mkdir -p /logs/verifier; exec bash /tests/test.sh"
-            verdict = fresh.exec(["sh", "-c", start], timeout_s=task.verifier_timeout_s, log=log,
+            verdict = fresh.exec(["bash", "/tests/test.sh"], timeout_s=task.verifier_timeout_s, log=log,
                                  env=task.envs.get("verifier"), user=task.users.get("verifier", ""))
             reward, problem, named = read_reward(fresh, verdict, self.reward_weights)
             took("verify")
@@ -319,7 +319,7 @@ class Runner:
             if left_out := box.carry(fresh.workdir, fresh, self.off): more["left_out"] = left_out[:20]
         else:
             fresh = stack.enter_context(make("verify", stack.enter_context(box.snapshot())))
-            fresh.exec(["sh", "-c", CLEAN])
+            fresh.exec(["sh", "-c", CLEAN], user="root")
         box.stop()
         return fresh
 

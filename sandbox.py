@@ -191,7 +191,7 @@ def reap(run_id=None):
             for row in found:
                 if is_ours(row["Labels"]["harness_rl.run"], row["Labels"]["harness_rl.owner"]):
                     containers.append(row["Id"])
-                    with contextlib.suppress(docker.errors.NotFound):
+                    with contextlib.suppress(docker.errors.APIError):   # gone, or in use for a moment
                         remove(row["Id"])
     return len(folders) + len(containers)
 
@@ -299,7 +299,7 @@ class Sandbox:
     def squash(self):
         """Leave one commit of the history of each repository in the workspace: no remote, tag, stash, reflog or object
         that it does not reach. Returns their number."""
-        result = self.exec(["sh", "-c", SQUASH, self.workdir], timeout_s=600)
+        result = self.exec(["sh", "-c", SQUASH, self.workdir], timeout_s=600, user="root")
         if result.exit_code:
             raise SandboxError(f"{self.name}: git history could not be squashed; --off git leaves it as it is")
         return len(result.output.splitlines())
@@ -331,7 +331,8 @@ class Sandbox:
         git    .git is the image's, not the agent's: its history, without hooks and settings that run commands
         tools  what the image holds of PATH folders, virtual environments and node_modules stays; files that Python or
                pytest would load unasked (AUTOLOADED, modules of the standard library's names at the top) are left out
-        links  ValueError for setuid files, devices, fifos and symbolic links out of `inside` (but into SHARED)
+        links  ValueError for setuid files, devices, fifos and symbolic links out of `inside`, but for the image's and
+               those into SHARED
         Returns the names that were left out and that are not the image's."""
         top, keep, left_out, members = posixpath.basename(inside), ["-name", ""], [], []
         keep += ["-o", "-name", ".git"] if "git" not in off else []
@@ -341,21 +342,24 @@ class Sandbox:
             tar = tarfile.open(fileobj=archive)
             if not top or not tar.next().isdir():
                 raise ValueError(f"{inside} in {self.name} is not carried over: it is no folder of its own")
-            result = other.exec(["sh", "-c", CLEAR, inside, "" if "tools" in off else "tools", *keep])
+            result = other.exec(["sh", "-c", CLEAR, inside, "" if "tools" in off else "tools", *keep], user="root")
             if result.exit_code or len(result.output) >= TAIL_BYTES:
                 raise SandboxError(f"carry {inside} to {other.name}: {result.output[-1000:]}")
-            kept = {name[2:] for name in result.output.split("\0")}
+            found = result.output.split("\0")
+            kept = {name[2:] for name in found if name.startswith("./")}
+            links = dict(text[1:].split("\n", 1) for text in found if text.startswith("L"))
             for member in tar.getmembers():
                 name = posixpath.relpath(member.name, top)
                 parts = name.split("/")
-                if kept and not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(len(parts))):
+                if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(len(parts))):
                     continue
                 if "tools" not in off and "__pycache__" in parts:   # may hold another program than its source
                     continue
                 if "tools" not in off and (AUTOLOADED.intersection(parts) or SHADOWING.fullmatch(name)):
                     left_out.append(name)
                     continue
-                if "links" not in off and (problem := _refused(member, inside)):
+                is_image_s = member.issym() and links.get(name) == member.linkname
+                if "links" not in off and not is_image_s and (problem := _refused(member, inside)):
                     raise ValueError(f"{name} in {self.name} is not carried over: {problem}")
                 members.append(member)
             whole = {member.name for member in members}
@@ -383,8 +387,10 @@ class Sandbox:
 
 
 # Empties a folder ($0) but for what `find` matches ("$@"; with $1 PATH's folders and virtual environments, too), which
-# it prints.
-CLEAR = r"""cd "$0" 2> /dev/null || exit 0
+# it prints, after L, path and target of the links that are there. Makes the verifier's folder, for any user.
+CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
+cd "$0" 2> /dev/null || exit 0
+find . -type l -printf 'L%P\n%l\0' 2> /dev/null
 is_deep=$1; shift
 [ -z "$is_deep" ] || {
     IFS='
@@ -422,7 +428,8 @@ IFS='
     (cd .git && rm -rf refs/* packed-refs logs *_HEAD modules worktrees shallow rebase-* sequencer lfs svn info/grafts \
         objects/pack/*.keep objects/pack/*.promisor && mkdir -p refs/heads)
     git symbolic-ref HEAD "$head" && { [ -z "$commit" ] || git update-ref "$head" "$commit"; }
-    git repack -adq && rm -f .git/objects/info/alternates .git/objects/info/commit-graph* && git prune --expire=now
+    git repack -adq && rm -rf .git/objects/info/alternates .git/objects/info/commit-graph* && git prune --expire=now
+    pruned=$?; chown -hR --reference=. .git; exit $pruned
 ) < /dev/null 2> /dev/null || exit 1; done"""
 
 

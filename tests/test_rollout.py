@@ -261,7 +261,7 @@ env = { E = "2" }
 
 def test_settings_reach_the_sandbox(docker, tmp_path):
     """Would catch a user, variable, folder or artifact that is read and then forgotten."""
-    test = f'[ "$V" = v ] && [ "$(stat -c %U s)" = nobody ] && [ "$(id -un)" = root ] && echo 1 {REWARD}'
+    test = f'[ "$V" = v ] && [ "$(stat -c %U s)" = nobody ] && [ "$(id -un)" = daemon ] && echo 1 {REWARD}'
     toml = """artifacts = ["/work/here"]
 [agent]
 user = "nobody"
@@ -273,7 +273,8 @@ env = { V = "v" }
 workdir = "/work"
 env = { E = "e" }"""
     folder = make_task(tmp_path / "t", solution="touch $S; echo $PWD $E > here", toml=toml, test=test,
-                       dockerfile="RUN mkdir /work && chmod 777 /work\n")
+                       dockerfile="RUN mkdir /work && chmod 777 /work && ln -s /etc/passwd /work/link\nUSER daemon\n")
+    (folder / "tests/test.sh").write_text(test)            # as in public sets, which find the folder of the reward
     done = Runner(None, docker, "test-set", verify="strict").run(Job(load_task(folder, "t", BASE), "oracle"), tmp_path)
     assert (done.outcome, done.reward) == ("ok", 1), done
     assert (tmp_path / "t.oracle.0.artifacts/work-here").read_text() == "/work e\n"
