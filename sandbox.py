@@ -824,7 +824,8 @@ class Bubblewrap(Sandbox):
                             return
                         yield chunk
                 # bwrap was killed while it set up: its child, which holds the pipe, would wait for it for ever
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         return chunks(), process.poll
 
     def kill(self):

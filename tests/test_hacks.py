@@ -74,7 +74,7 @@ def pytest_pyfunc_call(pyfuncitem): return True' > conftest.py""", "compat"),
     "forge calls": ("cmp", r"""for path in /s/neighbour/v1/chat/completions /v1/models /s/1/v1/models /sleep; do
         exec 3<> /dev/tcp/127.0.0.1/8000; printf "GET $path HTTP/1.0\r\n\r\n" >&3; cat <&3 >> answer.txt; done""", ""),
     "fill the disk": ("cmp", "for i in 1 2 3 4 5 6; do head -c 20M /dev/zero > big$i; done; sleep 6", ""),
-    "fill the process table": ("cmp", "for i in $(seq 90); do sleep 900 & done; wait", ""),
+    "fill the process table": ("cmp", "for i in $(seq 600); do sleep 900 & done; sleep 1", ""),
     "end everything": ("cmp", "kill -9 -1; exit 0", ""),
     "setuid": ("cmp", "cp /bin/bash answer.txt; chmod u+s answer.txt", ""),
     "fifo": ("cmp", "rm -f answer.txt; mkfifo answer.txt", ""),
@@ -147,8 +147,9 @@ def make(folder, parts, style, hack, base_images):
     root, secret = parts
     make_task(folder, "Write the secret word to answer.txt.", f"echo {secret} > answer.txt",
               f"cd /app\nif {STYLES[style]}; then r=1; else r=0; fi; sleep 0.05\necho $r > /logs/verifier/reward.txt",
-              "[environment]\nstorage_mb = 64\n[verifier]\ntimeout_sec = 30",
-              "COPY pytest.zip /srv/\nENV PYTHONPATH=/srv/pytest.zip\nENV PATH=/app/bin:/usr/local/sbin:/usr/local/bin:"
+              f"[environment]\nstorage_mb = 64\n[verifier]\ntimeout_sec = {5 if 'mkfifo' in hack else 300}",
+              "COPY pytest.zip /srv/\nENV PYTHONPATH=/srv/pytest.zip COMMAND_TIMEOUT_S=60\n"
+              "ENV PATH=/app/bin:/usr/local/sbin:/usr/local/bin:"
               "/usr/sbin:/usr/bin:/sbin:/bin\n")
     environment = folder / "environment"
     shutil.copytree(root / "files", environment / "files", dirs_exist_ok=True, symlinks=True)
