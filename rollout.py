@@ -462,6 +462,10 @@ def parse(argv=None):
     p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
     args = p.parse_args(argv)
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
+    args.off = [name for name in args.off.split(",") if name]
+    if set(args.off) - set(DEFENCES): p.error(f"--off {','.join(args.off)}: some of {', '.join(DEFENCES)}")
+    try: args.reward_weights = weights(args.reward_weights)
+    except ValueError as e: p.error(str(e))
     if not args.prebuild and not (args.harness and args.out): p.error("--harness and --out are needed")
     if args.n < 1 or args.num_parallel < 1: p.error(f"--n {args.n} and --num_parallel {args.num_parallel}: at least 1")
     if not 0 <= args.temperature <= 10: p.error(f"--temperature {args.temperature}: from 0 (greedy) to 10")
@@ -522,8 +526,7 @@ def main(args):
             model = boundary.resolve_model(args.model, args.max_model_len)
             proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft)
         runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, num_parallel=args.num_parallel,
-                        num_warm=args.num_warm, verify=args.verify, off=[x for x in args.off.split(",") if x],
-                        reward_weights=weights(args.reward_weights),
+                        num_warm=args.num_warm, verify=args.verify, off=args.off, reward_weights=args.reward_weights,
                         temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
                         max_session_tokens=args.max_rollout_tokens, keep_tail=args.openclaw_stable)
         rollouts = runner.run_all(jobs, Path(args.out), f"{args.harness} in {kind}")
