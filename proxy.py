@@ -536,7 +536,7 @@ class Answer:
 
     async def send_error(self, status: int, message: str):
         """An error as the last event of a stream."""
-        self.is_told = True
+        self.is_told, self.is_done = True, not self.gone.is_set()
         data = error_body(self.path, status, message)
         if self.path == "/v1/responses": data = data["error"] | {"type": "error"}
         await self.to_client({"type": "http.response.body", "body": event(data)})
