@@ -148,7 +148,7 @@ def test_other_algorithms(learnt, tasks, tmp_path, algo):
     moved = [r for r in rl if "train/grad_norm" in r]
     assert len(rl) == 3 and moved and max(r["packing/gradient_error"] for r in rl if "packing/logp_error" in r) < 1e-4
     for r in rl: assert 1 <= r["groups/rounds"] <= 2 and r["groups/dropped"] < r["groups/num"] or r not in moved, r
-    for r in moved: assert np.isfinite([r["train/loss"], r["train/kl_ref"]]).all() and 0 < r["train/ess"] <= 1, r
+    for r in moved: assert np.isfinite([r["train/loss"], r["train/kl_ref"]]).all() and 0 < r["train/ess"] < 1 + 1e-6, r
     if algo == "gspo":                                      # the second epoch: what was favoured is likelier by now
         assert moved[0]["train/ratio"] != 1 and max(r["train/clipped_high"] + r["train/clipped_low"] for r in moved) > 0
     if algo == "ppo":
