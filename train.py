@@ -189,7 +189,10 @@ class Policy(torch.nn.Module):
         self.model = model
 
     def forward(self, forest, temperature):
-        return tree.logprobs(self.model, forest, temperature, entropy=True)
+        """-> logp (N,), entropy (N,); temperature 0: how far each scored token's logit is below the greatest (N,)."""
+        if temperature: return tree.logprobs(self.model, forest, temperature, entropy=True)
+        logits = self.model.lm_head(tree.hidden_states(self.model, forest)[forest.src]).float()
+        return logits.amax(1) - logits.gather(1, forest.tgt[:, None])[:, 0]
 
 
 class Critic(torch.nn.Module):
@@ -558,7 +561,18 @@ def main(cfg: Config):
         for old in states()[:-cfg.keep_saved]: shutil.rmtree(old)
 
     def renew():
-        if is_live: hand_over(engine, version, model, shared, dtype)
+        """The weights into the engine, and its word for it: what it says at temperature 0 must be the trainer's argmax,
+        or near it (rounding)."""
+        if not is_live: return
+        hand_over(engine, version, model, shared, dtype)
+        start = engine.tokenizer.encode("The engine and the trainer have the same weights:")
+        path, num = start + engine.greedy(start, 8), len(start)
+        with torch.no_grad():
+            behind = policy(tree.pack([path], [range(num, num + 8)]).to(device), 0.).max().item()
+        policy.reshard()
+        bound = 1e-2 if cfg.dtype == "float32" else 1.
+        assert behind <= bound, (f"self-test of version {version}: the engine of rank {rank} prefers a token whose "
+                                 f"logit by the trainer is {behind:.3g} below the best (bound {bound}): other weights")
 
     # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
     clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
@@ -688,14 +702,24 @@ def main(cfg: Config):
         return r if not is_live or is_mine and r.outcome not in (None, "infra_error") else None
 
     def roll(jobs: list, folder: str, what: str, scripted=None) -> list:
+        nonlocal engine
         source, mine = Path(cfg.rollouts or out) / "rollouts" / folder, jobs[rank::world]
-        runner = rollout.Runner(scripted or engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
-                                num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
-                                max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
-        known = [recorded(rollout.record_path(source, job)) for job in mine]
-        missing = [job for job, r in zip(mine, known) if r is None]
-        fresh = iter(runner.run_all(missing, source, what, quiet=rank > 0) if missing else ())
-        done = [next(fresh) if r is None else r for r in known]
+
+        def run():
+            runner = rollout.Runner(scripted or engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
+                                    num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
+                                    max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
+            known = [recorded(rollout.record_path(source, job)) for job in mine]
+            missing = [job for job, r in zip(mine, known) if r is None]
+            fresh = iter(runner.run_all(missing, source, what, quiet=rank > 0) if missing else ())
+            return [next(fresh) if r is None else r for r in known]
+        done = run()
+        if is_live and scripted is None and engine.engine.errored:
+            print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
+            engine.close()
+            engine = make_engine("vllm")
+            if shared: engine.load_weights([(name, reduce_tensor(t)) for name, t in shared.items()], version)
+            done = run()
         done = gather(done, world, cfg.deadline_s)
         return [done[i % world][i // world] for i in range(len(jobs))]
 
@@ -708,7 +732,7 @@ def main(cfg: Config):
                     f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
 
     engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else
-                     ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
+                     ["--gpu-memory-utilization", "0.4", "--enable-sleep-mode"]), "--dtype", cfg.dtype,
                    "--seed", str((cfg.seed + 7919 * first) * world + rank), *shlex.split(cfg.engine_args)]
     make_engine = lambda which: contextlib.nullcontext() if not is_live else boundary.Proxy(
         model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
@@ -738,6 +762,7 @@ def main(cfg: Config):
             f"[{time.time() - begin:6.0f} s] {'engine up' if is_live else 'no engine'}; rollouts: {kind}")
         if saved: renew()
         else: evaluate("bare", 1)
+        if is_cold and is_gpu and is_live: engine.sleep()   # wakes with the next weights
         for step in range(cfg.warmup_steps if is_cold else 0):
             part = [demos[(step * cfg.warmup_rollouts + i) % len(demos)] for i in range(cfg.warmup_rollouts)]
             m = update(part, -1, cfg.warmup_lr)
@@ -773,6 +798,7 @@ def main(cfg: Config):
                 informative = group_of[algos.is_informative(verdict, group_of)].unique()
                 if len(informative) >= num_wanted: break
             took("rollout")
+            if is_gpu and is_live: engine.sleep()
             judged = ~rewards.isnan()
             for i in judged.nonzero()[:, 0].tolist():       # over the last 16 rollouts of a category, about
                 rate = solved.get(jobs[i].task.category, 0.)

@@ -573,6 +573,42 @@ def test_two_nodes(tiny, tasks, learnt, tmp_path):
     compare(rows_of(out), rows_of(learnt[0]))
 
 
+def test_a_killed_run_and_a_dead_engine(learnt, tasks, tmp_path):
+    """Would catch an engine that dies and takes the run with it, rollouts that are sampled again although they were
+    done, an engine that outlives its killed trainer (and keeps its memory), and a resumed engine with old weights (the
+    gap)."""
+    out, marker = tmp_path / "run", f"HARNESS_RL_TEST_{os.getpid()}_kill"
+    words = command(learnt[0] / "checkpoint", tasks, out, "--save_every=1", "--resume", "--lr=1e-3", "--group_size=8")
+    with open(tmp_path / "stdout", "w") as f:
+        process = psutil.Popen(words, cwd=ROOT, stdout=f, stderr=f, env={**os.environ, marker: "1"})
+    until = lambda folder, mark: any(mark in x.read_text() for x in (out / "rollouts" / folder).glob("*.jsonl"))
+
+    def wait(condition):
+        deadline = time.monotonic() + 300
+        while not condition() and process.is_running() and process.status() != "zombie" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert condition(), (tmp_path / "stdout").read_text()[-3000:]
+    wait(lambda: until("step-0000", '"rollout"'))
+    engine, = [p for p in process.children(recursive=True) if "EngineCore" in p.name() + "".join(p.cmdline())]
+    engine.kill()
+    wait(lambda: until("step-0001", '"end"'))
+    process.kill()
+    process.wait(30)
+    assert "engine died during step-0000" in (tmp_path / "stdout").read_text()
+    ended = {p: p.read_text() for p in (out / "rollouts").glob("step-*/*.jsonl") if '"end"' in p.read_text()}
+    deadline = time.monotonic() + 60
+    while alive(marker) and time.monotonic() < deadline: time.sleep(0.1)
+    assert not alive(marker)
+    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, out, *words[-4:])
+    assert status == 0, stderr[-3000:]
+    assert all(p.read_text() == text for p, text in ended.items())
+    rl = [r for r in rows if r["phase"] == "rl"]
+    assert [r["step"] for r in rl] == [0, 1] and sum(r["phase"] == "ready" for r in rows) == 1
+    assert not any("outcome/infra_error" in r for r in rl), rl
+    gaps = [r["fidelity/gap_mean"] for r in rl if "fidelity/gap_mean" in r]
+    assert gaps and max(gaps) < 1e-3
+
+
 def late(rank, store, answers):
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2,
                             timeout=datetime.timedelta(minutes=5))
