@@ -6,7 +6,7 @@
 Ratios are within one process, medians of interleaved rounds. tree, packing: CPU seconds of one thread (packing on a
 GPU: seconds).
 runs: pass rates by eval set, harness and moment (bare; cold: after the cold start; end: after RL), per run with
-    Wilson's interval (samples of a task taken as independent), over runs ("all") mean and t-interval. gain_points: end
+    the interval of rollout.rate (tasks are clusters), over runs ("all") mean and t-interval. gain_points: end
     - cold (no cold start: end - bare), per run with Newcombe's interval, over runs paired. seconds: means a step;
     other: from one log entry to the next less the named phases, where the entry before has a time. in_rollout: shares
     of the summed seconds of all rollouts, which run in parallel; sampling: received to finished over all calls, waiting
@@ -271,7 +271,7 @@ def bench_sandbox(args) -> dict:
             rows.append({"kind": kind, "start_s": median(a - b for a, b in starts),
                          "bare_s": median(b for _, b in starts),
                          "rollouts_ratio": median(ratios), "leaked": sandbox.reap(runner.run_id)})
-    return {"rollouts": num, "kinds": rows}
+    return {"rollouts": num} | {k: rows[0][k] for k in ("start_s", "rollouts_ratio", "leaked")} | {"kinds": rows}
 
 
 def make_engine(model: str, max_model_len: int):

@@ -2,9 +2,10 @@
 
 1. `graft`: the prompt that the policy gets, from the chat template's rendering and the recorded calls.
 2. `kind_of`, `quotes`: main, subagent, side or compaction, from structure; harness headers come first.
-3. `cause_of`: why a call does not simply go on from an earlier one (the fork causes that the README lists).
+3. `cause_of`: why a call does not simply go on from an earlier one: the fork causes of DESIGN, and `volatile_tail`, a
+   last message that is taken away and comes back at the new end.
 Messages are vLLM's, in the form of chat completions, for all protocols. Nothing here imports vLLM."""
-import hashlib, json, re
+import hashlib, itertools, json, re
 
 import tree
 
@@ -111,7 +112,7 @@ def compare(opening: str, got: str, meant: str):
 # --- kinds and causes: calls are proxy.Pending, `seen` those of a session in order of arrival -------------------------
 def text_of(message) -> str:
     content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
-    if isinstance(content, list): content = "\n".join(p.get("text") or "" for p in content if isinstance(p, dict))
+    if isinstance(content, list): content = "\n".join(str(p.get("text") or "") for p in content if isinstance(p, dict))
     return content if isinstance(content, str) else ""
 
 
@@ -131,7 +132,7 @@ def outline(messages, known: dict) -> list:
         for old, row in reversed(seen):
             if old == m: return row
         text = text_of(m)
-        row = (role_of(m), digest(m if isinstance(m, dict) else getattr(m, "__dict__", str(m))),
+        row = (role_of(m), digest(m if isinstance(m, (dict, list)) else getattr(m, "__dict__", str(m))),
                digest([role_of(m), re.sub(r"[0-9a-f]{6,}|\d+", "0", text)]), digest(text.partition("\n")[0]))
         seen.append((m, row))
         return row
@@ -217,7 +218,8 @@ def kind_of(call, session, messages: list) -> str:
 
 def cause_of(call, seen: list, cause: str):
     """Why a call does not simply go on from the one before it: what the graft saw, made precise by the messages."""
-    alike = [s for s in seen if s.kind == call.kind]
+    start = lambda s: [row[2] for row in itertools.takewhile(lambda row: row[0] != "assistant", s.outline)]
+    alike = [s for s in seen if s.kind == call.kind and (call.kind != "subagent" or start(s) == start(call))]
     if call.kind in ("side", "compaction") or not alike and call.kind == "subagent":
         return call.kind if call.continues is None else cause
     if not alike: return None                               # the first main call
@@ -227,11 +229,11 @@ def cause_of(call, seen: list, cause: str):
     before = alike[-1].outline
     changed = [(a, b) for a, b in zip(before, call.outline) if a[1] != b[1]]
     if changed and len(call.outline) >= len(before) and all(a[2] == b[2] for a, b in changed): return "nonce"
-    # its last message is gone, the reply stands in its place, and one of its kind is the last again
-    if (0 < len(before) < len(call.outline) and call.outline[:len(before) - 1] == before[:-1]
-            and call.outline[len(before) - 1][0] == "assistant"
-            and before[-1][0] != "assistant" and (before[-1][0], before[-1][3]) == (call.outline[-1][0], call.outline[-1][3])):
-        return "volatile_tail"
+    # the reply stands in the place of its last message, and one of that role and first line is the last again
+    *history, (role, _, _, line) = before or [(None,) * 4]
+    now = call.outline
+    if now[:len(history)] == history and [role_ for role_, *_ in now[len(history):][:1]] == ["assistant"] and (
+            role, line) == (now[-1][0], now[-1][3]): return "volatile_tail"
     if cause == "history_edited": return cause
     system = lambda s: s.opening(("system", "developer"))
     return ("tools_changed" if all(s.tools != call.tools for s in alike) else

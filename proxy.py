@@ -13,21 +13,21 @@ answers; we sit in four places around it and translate no protocol:
    first byte. A generation belongs to the session, not to the connection: a client that went away finds it again.
 4. `Whole`, where vLLM parses: tool calls and reasoning come once from the whole reply, streamed in one piece.
 
-Covered: exact prompt and sampled ids with log-probabilities of every call, aborted ones included; sampling owned by the
-run; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); replayed
-tool calls that are no JSON; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
+Covered: exact prompt and sampled ids with log-probabilities of every call, aborted and failed ones included, and the
+experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); sampling owned by the run, a forced tool not
+heeded; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); broken
+tool calls that come back; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
 one, streamed or not, while an equal request beside a live one is another sample; a session's budget of calls and
-tokens; bodies over 64 MB and finished sessions are refused; replay of a record; a scripted policy (`--engine scripted`)
+tokens; bodies over 64 MB, requests that do not end, connections without number and finished sessions are refused, what
+no engine was asked for is never told as a fault of ours; replay of a record; a scripted policy (`--engine scripted`)
 in place of the engine's forward pass only; weights handed over by handle; no admin route reachable from a session.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
-import argparse, asyncio, contextvars, functools, hashlib, hmac, itertools, json, math, os, pickle, re, secrets, \
-    select, shlex, shutil, signal, socket, tempfile, threading, time
+import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
+    secrets, select, shlex, shutil, signal, socket, tempfile, threading, time
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 import graft, tree
 
@@ -58,7 +58,7 @@ class Pending:
     is_counted: bool = False                                # count_tokens: nothing is sampled
     is_labelled: bool = False                               # the harness's own headers call it a subagent's
     is_asked: bool = False                                  # the harness's own words ask for a summary
-    forced: str = None                                      # the tool that it must call, or "required": not heeded
+    forced: object = None                                   # a tool_choice that leaves no choice: not heeded
     id: int = None                                          # order in which sampling began
     kind: str = "main"
     template_ids: array = None                              # the prompt as the chat template renders it
@@ -67,9 +67,11 @@ class Pending:
     cause: str = None                          # why this call continues no earlier one (None: it does, or is the first)
     tools: str = None                                       # hash of the tool list
     num_tools: int = 0
+    num_tool_calls: int = None                              # in the reply, once it is parsed
     outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
     generation: "Generation" = None
+    state: object = None                                    # vLLM's, of the request that samples it
 
     def opening(self, roles, column=1):
         """Hash of the first message of one of these roles (column 2: without its digits)."""
@@ -91,10 +93,12 @@ class Session:
     record: Path
     temperature: float = 1.0
     max_tokens: int = 0                                     # cap of a reply in tokens (0 = what fits)
-    script: list = None                                     # texts that a scripted engine samples, one a call
+    script: object = None                                   # texts that a scripted engine samples, or call -> text
     max_calls: int = 0                                      # budget of calls (0 = none)
     max_session_tokens: int = 0                             # budget of sampled tokens (0 = none)
     is_spent: bool = False                                  # a call was refused because a budget is used up
+    when_spent: object = None                               # function to call then, once
+    refused: str = None                                     # the error that the latest request was answered with
     keep_tail: bool = False                                 # --openclaw_stable
     replay: list = None                                     # recorded calls that answer while prompts are equal
     is_strict: bool = False                                 # replay: refuse the first call that differs
@@ -105,7 +109,7 @@ class Session:
     running: set = field(default_factory=set)               # tasks that sample
     orphans: list = field(default_factory=list)             # Generations that nobody listens to
     rows: dict = field(default_factory=dict)                # of the outlines (graft.outline)
-    tools: tuple = None, None                               # the latest tool list, its hash
+    tools: dict = field(default_factory=dict)               # likewise of the tool lists
     is_ended: bool = False
     tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -117,12 +121,11 @@ class Session:
 
     def put(self, call: Pending, ids, logp, finish, versions, p, first_s, routing=None):
         """A call that has ended, onto the record."""
-        forced = {"tool_choice": call.forced} if call.forced else {}
         done = tree.Call(
             id=call.id, kind=call.kind, cause=call.cause, prompt_ids=call.prompt_ids, template_ids=call.template_ids,
             sampled_ids=array("i", ids), logp_rollout=logp, finish=finish, versions=versions, tools=call.tools,
             routing=routing if routing is not None and len(routing) == len(call.prompt_ids) + len(ids) - 1 else None,
-            sampling={"temperature": p.temperature, "max_tokens": p.max_tokens} | forced,
+            sampling={"temperature": p.temperature, "max_tokens": p.max_tokens, "forced": call.forced},
             received_s=call.received_s, first_token_s=first_s, finished_s=time.time())
         self.write(tree.call_line(done, self.calls))
         self.calls.append(done)
@@ -139,20 +142,27 @@ class Session:
         """A call without tools behind the main history was no summary if it is gone on from, or is the last."""
         if call.kind == "compaction" and not call.is_asked: self.retype(call, "main")
 
+    def has_final_answer(self) -> bool:
+        """Was the last main reply whole and without a tool call, although tools were offered, and no error after it?"""
+        last = next((s for s in reversed(self.seen) if s.kind == "main"), None)
+        return (self.refused is None and last is not None and last.num_tools > 0 == last.num_tool_calls
+                and any(c.id == last.id and c.finish == "stop" for c in self.calls))
+
     def problem(self) -> str:
         """Why it may not start another call, or None."""
         sampled = sum(len(c.sampled_ids) for c in self.calls)
         if self.is_ended: return "this session is finished"
         if self.is_strict and self.diverged: return f"replay: {self.diverged}"
-        if 0 < self.max_calls <= self.num_started:
-            self.is_spent = True
-            return f"this session has used up its {self.max_calls} calls"
-        if self.script is not None and self.num_started >= len(self.script):
+        if 0 < self.max_calls <= self.num_started: return self.spent(f"used up its {self.max_calls} calls")
+        if isinstance(self.script, list) and self.num_started >= len(self.script):
             return (f"the script of session {self.id} has {len(self.script)} lines, "
                     f"call {self.num_started + 1} wants more")
-        if 0 < self.max_session_tokens <= sampled:
-            self.is_spent = True
-            return f"this session has sampled {sampled} tokens, all that it may"
+        if 0 < self.max_session_tokens <= sampled: return self.spent(f"sampled {sampled} tokens, all that it may")
+
+    def spent(self, why: str) -> str:
+        if not self.is_spent and self.when_spent: self.when_spent()
+        self.is_spent = True
+        return f"this session has {why}"
 
 
 # --- the recording engine ---------------------------------------------------------------------------------------------
@@ -178,12 +188,13 @@ def make_recorder():
                 session.orphans.remove(call.generation)
                 call.generation.expiry.cancel()
             else:
-                outputs = None if session.problem() else self.replayed(call, request_id)
+                outputs = None if session.problem() else self.replayed(call)
                 if (problem := session.problem()): raise ValueError(problem)
                 p = SamplingParams(**{name: getattr(asked, name) for name in HARNESS_CHOOSES})
                 p.temperature, p.output_kind = session.temperature, RequestOutputKind.DELTA
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
                 p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
+                p.stream_interval = 2**30                   # the first token, then all others at once
                 call.id = session.num_started
                 session.num_started += 1
                 session.seen.append(call)
@@ -193,38 +204,44 @@ def make_recorder():
                 call.generation = Generation(task, call)
             yield await asyncio.shield(call.generation.task)
 
+        async def add_request(self, *args, **kw):
+            queue = await super().add_request(*args, **kw)
+            CALL.get().state = state = self.output_processor.request_states.get(queue.request_id)
+            # text of each log-probability's token: vLLM makes it anew for a harness that asks
+            if state is not None: state.logprobs_processor.tokenizer = None
+            return queue
+
         async def sample(self, call, prompt, p, request_id, kw, outputs):
             """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error)."""
             session, routing = call.session, None
             ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "error"
-            if session.script is not None: p.extra_args = {"scripted": session.script[call.id]}
+
+            def take(token_ids, logprobs, spans):
+                ids.extend(token_ids)
+                logp.extend([d[t].logprob for d, t in zip(logprobs, token_ids)] if logprobs
+                            else [math.nan] * len(token_ids))
+                assert len(logp) == len(ids), f"{len(ids)} tokens of {request_id} and {len(logp)} log-probabilities"
+                versions[:] = [[int(v.version), v.end - v.start] for v in spans or ()] or [[self.version, len(ids)]]
+            if (script := session.script) is not None:
+                p.extra_args = {"scripted": script(call) if callable(script) else script[call.id]}
             try:
                 if outputs is None: outputs = super().generate(prompt, p, request_id, **kw)
                 async for out in outputs:
-                    c = out.outputs[0]
-                    new = list(c.token_ids)
-                    got = [d[t].logprob for d, t in zip(c.logprobs, new)] if c.logprobs else [math.nan] * len(new)
-                    assert len(got) == len(new), (
-                        f"{len(new)} tokens of {request_id} came with {len(got)} log-probabilities")
-                    ids += new
-                    logp += got
-                    first_s = first_s or time.time()
-                    if new and versions and versions[-1][0] == self.version: versions[-1][1] += len(new)
-                    elif new: versions.append([self.version, len(new)])
-                    if c.weight_versions:                   # exact also where many tokens come in one piece
-                        versions[:] = [[int(v.version), v.end - v.start] for v in c.weight_versions]
+                    first_s, c = first_s or time.time(), out.outputs[0]
+                    take(c.token_ids, c.logprobs, c.weight_versions)
                     if answer is None: answer = out
-                    else:
-                        answer.add(out, aggregate=True)
-                        answer.outputs[0].finish_reason, answer.outputs[0].stop_reason = c.finish_reason, c.stop_reason
+                    else: answer.add(out, aggregate=True)
                     if out.finished: finish, routing = c.finish_reason, c.routed_experts
-            except asyncio.CancelledError:
-                finish = "abort"
+            except BaseException as e:
+                if isinstance(e, asyncio.CancelledError): finish = "abort"
+                if (s := call.state) is not None:           # with what vLLM has not handed out yet
+                    del ids[:], logp[:]
+                    take(s.detokenizer.output_token_ids, s.logprobs_processor.logprobs, s._weight_version_spans())
                 raise
-            finally: session.put(call, ids, logp, finish, versions, p, first_s, routing)
+            finally: session.put(call, ids, logp, finish, versions if ids else [], p, first_s, routing)
             return answer
 
-        def replayed(self, call, request_id):
+        def replayed(self, call):
             """The recorded outputs of an equal prompt, or None: from then on the session is live."""
             session, ids = call.session, list(call.template_ids)
             if session.replay is None: return None
@@ -246,7 +263,7 @@ def make_recorder():
                                     weight_versions=spans, routed_experts=old.routing)
 
             async def outputs():
-                yield RequestOutput(request_id, None, list(call.prompt_ids), None, [done], True)
+                yield RequestOutput("replay", None, list(call.prompt_ids), None, [done], True)
             return outputs()
 
     return Recorder
@@ -259,6 +276,11 @@ def whole(parser_cls):
     from vllm.renderers.chat_utils import make_tool_call_id
 
     class Whole(parser_cls):
+        def parse(self, *args, **kw):
+            reasoning, content, calls = super().parse(*args, **kw)
+            CALL.get().num_tool_calls = len(calls or ())
+            return reasoning, content, calls
+
         def parse_delta(self, delta_text, delta_token_ids, request, prompt_token_ids=None, *, finished):
             assert finished, "the recording engine yields a reply in one piece"
             if prompt_token_ids is not None: self.set_prompt_token_ids(prompt_token_ids)
@@ -291,9 +313,8 @@ class ScriptedCore:
         p = request.sampling_params
         ids = self.tokenizer.encode(p.extra_args["scripted"], add_special_tokens=False) + [self.tokenizer.eos_token_id]
         finish = FinishReason.STOP if len(ids) <= p.max_tokens else FinishReason.LENGTH
-        for i, t in enumerate(ids := ids[:p.max_tokens]):
-            out = EngineCoreOutput(request.request_id, [t], finish_reason=finish if i == len(ids) - 1 else None)
-            self.outputs.put_nowait(EngineCoreOutputs(outputs=[out], timestamp=time.monotonic()))
+        out = EngineCoreOutput(request.request_id, ids[:p.max_tokens], finish_reason=finish)
+        self.outputs.put_nowait(EngineCoreOutputs(outputs=[out], timestamp=time.monotonic()))
 
     async def get_output_async(self): return await self.outputs.get()
     async def get_supported_tasks_async(self): return ("generate",)
@@ -372,7 +393,8 @@ class Front:
         call = Pending(session, time.time(), path.endswith("count_tokens"),
                        any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
         CALL.set(call)
-        gone, is_read = asyncio.Event(), False
+        session.refused = None
+        gone, unread = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
         headers = [h for h in scope["headers"]
                    if h[0] not in (b"content-length", b"transfer-encoding", b"content-type")]
 
@@ -381,17 +403,18 @@ class Front:
             gone.set()
 
         async def inner_receive():
-            nonlocal is_read
-            if not is_read:
-                is_read = True
-                return {"type": "http.request", "body": body, "more_body": False}
+            if unread: return unread.pop()
             await gone.wait()
             return {"type": "http.disconnect"}
-        answer = Answer(send, path, is_stream, gone)
+        answer = Answer(send, path, is_stream, gone, call)
         tasks = [asyncio.create_task(t) for t in (watch(), answer.live())]
         scope["headers"] = headers + [(b"content-length", str(len(body)).encode()),
                                       (b"content-type", b"application/json")]
         try: await self.app(scope, inner_receive, answer.send)
+        except Exception as e:                              # raised on, it would end a connection that may be in use
+            if is_stream and answer.is_started and not answer.is_told: await answer.send_error(500, str(e)[:1000])
+            if not answer.is_told: raise
+            logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
             for task in tasks: task.cancel()
             if call.generation is not None and not answer.is_done: self.proxy.orphan(session, call.generation)
@@ -400,6 +423,7 @@ class Front:
 def mend(body: bytes) -> tuple:
     """A request's body as vLLM can and may have it; does it ask for a stream? Most are right as they are: then only
     their outermost names are looked at, since to parse and write a long history takes longer than all else here."""
+    import msgspec
     try: raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError): raw = {}
     odd = b"encrypted_content", b"\\ud", b"\\uD"
@@ -420,10 +444,7 @@ def bounded(protocol, proxy):
     """uvicorn's connection, but a request that takes twice `read_s` (one that has the headers is told so by then), or
     MAX_HEAD_BYTES of headers, ends it; and of a session there are MAX_CONNECTIONS at most."""
     class Bounded(protocol):
-        timer, num_head_bytes = None, 0
-
-        def late(self):
-            if not self.pipeline: self.transport.abort()    # else we are late ourselves
+        num_bytes = 0                                       # since the last message, or less what a body may have
 
         def connection_made(self, transport):
             super().connection_made(transport)
@@ -431,29 +452,22 @@ def bounded(protocol, proxy):
             if is_full and self.server[1] is None: transport.abort()
 
         def data_received(self, data):
-            self.num_head_bytes += len(data)
-            if self.num_head_bytes > MAX_HEAD_BYTES: self.transport.abort()
+            self.num_bytes += len(data)
+            if self.num_bytes > MAX_HEAD_BYTES: self.transport.abort()
             else: super().data_received(data)
 
-        def on_message_begin(self):
+        def on_message_begin(self):                         # with a pipeline it is us who are late
             super().on_message_begin()
-            self.timer = self.loop.call_later(2 * proxy.read_s, self.late)
+            self.timer = self.loop.call_later(2 * proxy.read_s, lambda: self.pipeline or self.transport.abort())
 
         def on_headers_complete(self):
-            self.num_head_bytes = 0
+            self.num_bytes = -2 * MAX_BODY_BYTES
             super().on_headers_complete()
 
-        def on_body(self, body):
-            self.num_head_bytes = 0
-            super().on_body(body)
-
         def on_message_complete(self):
+            self.num_bytes = 0
             self.timer.cancel()
             super().on_message_complete()
-
-        def connection_lost(self, exc):
-            if self.timer is not None: self.timer.cancel()
-            super().connection_lost(exc)
     return Bounded
 
 
@@ -480,11 +494,11 @@ class Answer:
     """The way back. While the policy is slow, the status 200 and signs of life are sent (a stream: an event without
     content; else white space before the JSON). An error after that is an event, or a connection that breaks."""
 
-    def __init__(self, send, path: str, is_stream: bool, gone):
-        self.to_client, self.path, self.gone = send, path, gone
+    def __init__(self, send, path: str, is_stream: bool, gone, call: Pending):
+        self.to_client, self.path, self.gone, self.call = send, path, gone, call
         self.sign = SIGNS.get(path, b" ") if is_stream else b" "
         self.type = b"text/event-stream" if is_stream else b"application/json"
-        self.is_early = self.is_started = self.is_done = False
+        self.is_early = self.is_started = self.is_done = self.is_told = False      # told: that it failed
         self.error, self.lock = None, asyncio.Lock()        # error: status and body so far
 
     async def live(self):
@@ -503,7 +517,9 @@ class Answer:
     async def send(self, message):
         async with self.lock:
             if message["type"] == "http.response.start":
-                if message["status"] >= 400: self.error = message["status"], b""
+                status = message["status"]                  # a failure before anything was asked of the engine: this
+                if status == 500 and self.call.generation is None: status = 400        # request would fail for ever
+                if status >= 400: self.error = status, b""
                 elif not self.is_started:
                     self.is_started = True
                     await self.to_client(message)
@@ -521,11 +537,18 @@ class Answer:
             try: message_ = json.loads(body)["error"]["message"]
             except (ValueError, KeyError, TypeError): message_ = body.decode(errors="replace")[:1000]
             self.is_done = not self.gone.is_set()
+            self.is_told = not self.is_early or self.sign != b" "
+            CALL.get().session.refused = f"status {status}: {message_}"[:500]
             if not self.is_early: return await answer_error(self.to_client, self.path, status, message_)
             assert self.sign != b" ", f"after signs of life were sent: {message_}"      # uvicorn breaks the connection
-            data = error_body(self.path, status, message_)
-            if self.path == "/v1/responses": data = {"type": "error"} | data["error"]
-            await self.to_client({"type": "http.response.body", "body": event(data)})
+            await self.send_error(status, message_)
+
+    async def send_error(self, status: int, message: str):
+        """An error as the last event of a stream."""
+        self.is_told = True
+        data = error_body(self.path, status, message)
+        if self.path == "/v1/responses": data = data["error"] | {"type": "error"}
+        await self.to_client({"type": "http.response.body", "body": event(data)})
 
 
 def error_body(path: str, status: int, message: str) -> dict:
@@ -553,11 +576,13 @@ class Proxy:
     client may take to send a request. `engine_args`: further arguments of `vllm serve`, as on its command line."""
 
     def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", tool_parser="hermes",
-                 grace_s=30., read_s=60., engine_args=()):
+                 grace_s=30., read_s=300., engine_args=()):
         self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
         self.grace_s, self.read_s, self.is_asleep = grace_s, read_s, False
         place = tempfile.gettempdir()                       # a unix socket's path has at most 107 bytes
         self.folder = tempfile.mkdtemp(prefix="hrl-", dir=place if len(place) <= 56 else "/tmp")
+        self.lock = open(f"{self.folder}/.lock", "w")       # held while we live: sandbox.reap removes it after a kill
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
                      "--enable-auto-tool-choice", "--tool-call-parser", tool_parser, "--disable-fastapi-docs",
@@ -636,23 +661,19 @@ class Proxy:
             # clamped in `generate`, not refused
             for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
                 if getattr(request, name, None) is not None:
-                    call.max_tokens = getattr(request, name)
+                    call.max_tokens = max(0, getattr(request, name))    # 0: what fits
                     setattr(request, name, None)
             for name, value in (("n", 1), ("use_beam_search", False)):
                 if getattr(request, name, None): setattr(request, name, value)
             choice = getattr(request, "tool_choice", None)
             if choice not in (None, "none", "auto"):        # no grammar
-                request.tool_choice = "auto"
-                call.forced = choice if isinstance(choice, str) else getattr(
-                    getattr(choice, "function", choice), "name", type(choice).__name__)
+                request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
             session = call.session
             if session.keep_tail: messages = graft.with_tails(messages, session.tails, session.rows)
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
             rendered = prompt["prompt_token_ids"]
             call.template_ids = array("i", rendered)
-            if session.tools[1] is None or session.tools[0] != tool_dicts:
-                session.tools = tool_dicts, graft.digest(tool_dicts)
-            call.tools, call.num_tools = session.tools[1], len(tool_dicts or ())
+            call.tools, call.num_tools = graft.outline([tool_dicts], session.tools)[0][1], len(tool_dicts or ())
             call.outline = graft.outline(messages, session.rows)
             usable = {c.id: c for c in session.calls if c.finish not in ("abort", "error")}
             continues = {s.id: s.continues for s in session.seen}
@@ -666,12 +687,9 @@ class Proxy:
             if cause == "retry":
                 call.continues = next(continues[i] for i, c in usable.items() if c.prompt_ids == call.prompt_ids)
             if call.prompt_ids == call.template_ids: call.prompt_ids = call.template_ids
-            else:                                           # only what differs becomes a list: that is what takes long
-                n = tree.lcp(call.prompt_ids, call.template_ids)
-                end = max(n, len(parent.prompt_ids) + len(parent.sampled_ids)) if parent else len(call.prompt_ids)
-                rest = max(0, len(call.prompt_ids) - end)   # that the harness added
-                prompt["prompt_token_ids"] = (rendered[:n] + call.prompt_ids[n:end].tolist()
-                                              + rendered[len(rendered) - rest:])
+            else:
+                n = tree.lcp(call.prompt_ids, call.template_ids)        # to make lists of arrays takes longest of all
+                prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
             call.kind = graft.kind_of(call, session, messages)
             for s in session.seen:

@@ -1,40 +1,57 @@
 """A rollout: one harness run on one task, in a sandbox, verified, its outcome on record.
 
     python rollout.py --tasks DIR --harness bash --model smollm2 --n 2 --out runs/eval  # pass rate with a 95 % interval
-    python rollout.py --tasks DIR --harness oracle --out runs/oracle   # must score 1 everywhere; nop: 0
+    python rollout.py --tasks DIR --harness oracle --out runs/oracle   # must score 1 everywhere, nop 0: else status 1
+    python rollout.py --tasks DIR --prebuild                           # builds or pulls every image, runs nothing
     python rollout.py ... --engine scripted --script FILE
                                         # FILE's lines in the model's place; `solution`: each task's own
+    python rollout.py compare A B       # two folders of records or runs of train.py, paired by task: difference, p
 
-build (image or copies) -> agent (no network but the model's socket; neither tests nor solution present) -> verify,
-`strict`: a fresh sandbox, only the workspace carried over, tests put in now, no process of the agent alive. One JSONL a
-rollout (tree.py), beside it the harness's and the verifier's output (.log).
+build (image or copies) -> agent (no network but the model's socket; neither tests nor solution present; git history
+squashed) -> verify (tests put in now, no process of the agent alive), in one of three modes (--verify):
+    strict         a fresh sandbox from the task's image, only the workspace carried over: see sandbox.carry
+    compat         a new sandbox from all the agent's files, for tests that look outside the workspace
+    history        compat, and git history stays as the image has it, for tasks about history
+auto: as task.toml says ([metadata] verify = "compat"), else the strictest mode under which the oracle last scored 1
+(remembered for the task's content and kind of sandbox), else strict. One JSONL a rollout (tree.py), beside it the
+harness's and the verifier's output (.log). --off takes defences away by name: git (history squashed for the agent, the
+image's own for the verifier), tools, links (sandbox.carry), tamper (the record tells what the agent changed outside
+the workspace).
 
 Outcomes, and what becomes of the reward:
     ok             the harness ended with status 0                   the verifier's
     overlong       the harness ran out of turns, no final answer     0: else a policy learns never to stop
     timeout        the agent's time limit ended it                   the verifier's, of what stood then
-    harness_error  the harness ended with another status             the verifier's: exit status is no success signal
+    harness_error  the harness ended with another status and without a final answer, or its last request failed
+                                                                     the verifier's: exit status is no success signal
     verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics
     infra_error    sandbox, image or disk failed                     none
     no_calls       the harness never reached the model               none, and a warning
-Tasks are in Harbor's format: instruction.md, task.toml, environment/Dockerfile, tests/test.sh ->
-/logs/verifier/reward.txt (a number) or, where there is none, reward.json (an object of numbers), solution/solve.sh.
-reward.json: "reward" is the rollout's; "call_N", for as many N as wanted, what call N is paid beside it (`train.py
+Tasks are in Harbor's format: instruction.md, task.toml (both schemas), environment/Dockerfile or docker_image,
+tests/test.sh -> /logs/verifier/reward.txt (a number) or reward.json (numbers by name), solution/solve.sh. A task that
+does not ask for internet access has none, though Harbor's default is the opposite. Refused by name: compose files,
+GPUs, Windows, MCP servers, health checks, several steps, sandboxes of the verifier's own, lists of allowed hosts.
+In reward.json "call_N" is, for as many N as wanted, what call N is paid beside the rollout's reward (`train.py
 --call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too: for the verifier
 /logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that there is not or a
-value that is no finite number is a verifier_error; other keys are left alone. Overlong rollouts are paid for no call;
-oracle and nop have none."""
-import argparse, concurrent.futures, contextlib, json, math, multiprocessing, os, re, signal, sys, tempfile, \
+value that is no finite number is a verifier_error. Overlong rollouts are paid for no call; oracle and nop have none."""
+import argparse, concurrent.futures, contextlib, hashlib, json, math, multiprocessing, os, re, signal, sys, tempfile, \
     threading, time, tomllib, traceback, uuid
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from statistics import fmean, variance
 
+import numpy as np
 from tqdm import tqdm
 
 import graft, harnesses, sandbox, tree
 
 WITHOUT_MODEL = ("oracle", "nop")
+SPENT_S = 10                            # how long a harness may go on when its budget of calls or tokens is used up
+VERIFY = ("strict", "compat", "history")
+DEFENCES = ("git", "tools", "links", "tamper")
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -46,16 +63,28 @@ class Task:
     env: sandbox.Environment
     agent_timeout_s: float
     verifier_timeout_s: float
-    limits: dict                        # memory_mb, cpus of the sandbox
+    limits: dict                        # memory_mb, cpus, disk_mb of the sandbox
     category: str                       # of [metadata], else the id
+    verify: str = ""                    # of [metadata]: one of VERIFY, "" = not said
+    users: dict = field(default_factory=dict)       # agent, verifier -> user inside ("" = the image's)
+    envs: dict = field(default_factory=dict)        # verifier, solution -> environment variables
+    artifacts: tuple = ()               # paths inside that are kept beside the record
 
     def solution(self) -> list:
         """The commands of solution/solve.sh, a line each."""
         lines = (self.path / "solution" / "solve.sh").read_text().splitlines()
         return [line for line in lines if line.strip() and not line.startswith("#")]
 
+    def mode_file(self, kind: str) -> Path:
+        """Where the verify mode that the oracle found is remembered, for this content and kind of sandbox."""
+        cache = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
+        files = sorted(p for p in self.path.rglob("*") if p.is_file())
+        digest = hashlib.sha256(repr([(str(p.relative_to(self.path)), p.read_bytes()) for p in files]).encode())
+        return cache / "verify" / f"{digest.hexdigest()[:32]}-{kind}"
 
-def load_task(path: Path, id: str, base_images: dict) -> Task:
+
+def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task:
+    """internet: whether tasks that ask for access to it get it: on, off, refuse."""
     for name in ("instruction.md", "task.toml", "tests/test.sh"):
         if not (path / name).is_file(): raise FileNotFoundError(f"task {path}: {name} is missing")
     try: toml = tomllib.loads((path / "task.toml").read_text())
@@ -64,36 +93,75 @@ def load_task(path: Path, id: str, base_images: dict) -> Task:
     try: instruction = (path / "instruction.md").read_text().strip()
     except UnicodeDecodeError as e: raise ValueError(f"task {path}: instruction.md: {e}") from None
 
+    def wrong(what, remedy): raise ValueError(f"task {path}: task.toml: {what}; {remedy}")
     def number(section, key, default):
-        value = toml.get(section, {}).get(key, default)
+        value = toml.get(section, {}).get(key)
+        if value is None: value = default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"task {path}: task.toml: [{section}] {key} = {value!r}; a number above 0 is needed")
+            wrong(f"[{section}] {key} = {value!r}", "a number above 0 is needed")
         return value
-    for section in ("agent", "verifier", "environment", "metadata"):
+    def megabytes(key, default):                            # memory_mb = 2048, or memory = "2G" in the older schema
+        text = box.get(key)
+        if text is None or f"{key}_mb" in box: return int(number("environment", f"{key}_mb", default))
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", str(text), re.I)
+        if not match: wrong(f"[environment] {key} = {text!r}", "a size as 512M or 2G is needed")
+        return max(1, int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) - 1)))
+    def variables(section):                                 # ${NAME} and ${NAME:-default} are the host's
+        def host(match):
+            if (value := os.environ.get(match[1], match[2])) is None:
+                wrong(f"[{section}] env names ${{{match[1]}}}", "set it in the environment of this command")
+            return value
+        env = toml.get(section, {}).get("env", {})
+        if not isinstance(env, dict): wrong(f"[{section}] env = {env!r}", "a table is needed")
+        return {k: re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", host, str(v)) for k, v in env.items()}
+    for section in ("agent", "verifier", "environment", "metadata", "solution"):
         if not isinstance(toml.get(section, {}), dict):
             raise ValueError(f"task {path}: task.toml: {section} is no table")
-    box = toml.get("environment", {})
-    if box.get("allow_internet"):
-        raise ValueError(f"task {path}: allow_internet = true is not supported; remove it or the task")
-    image = box.get("docker_image", "")
-    if not isinstance(image, str):
-        raise ValueError(f"task {path}: task.toml: [environment] docker_image = {image!r}; an image's name is needed")
+    box, verifier, schema = toml.get("environment", {}), toml.get("verifier", {}), toml.get("schema_version", "1")
+    if not str(toml.get("version", schema)).startswith("1"): wrong(f"version {schema}", "known is 1.x")
+    for what, is_there in {
+            "several steps": toml.get("steps"), "[environment] gpus": box.get("gpus"),
+            "[environment] mcp_servers": box.get("mcp_servers"), "[environment] healthcheck": box.get("healthcheck"),
+            f"[environment] os = {box.get('os')}": str(box.get("os", "linux")).lower() != "linux",
+            "[verifier.environment]": verifier.get("environment"),
+            "network_mode = allowlist": box.get("network_mode") == "allowlist"}.items():
+        if is_there: wrong(what, "this is not supported, leave the task out")
+    if compose := sorted(path.glob("environment/*compose.y*ml")):
+        raise ValueError(f"task {path}: {compose[0].name}: services beside the sandbox are not supported; leave the "
+                         "task out, or remove the file where the Dockerfile alone will do")
+    is_online = box["network_mode"] == "public" if "network_mode" in box else bool(box.get("allow_internet"))
+    if is_online and internet == "refuse":
+        raise ValueError(f"task {path}: allow_internet = true: say --internet on (a network of the run's own) or "
+                         "--internet off (the task runs without)")
+    image, mode = box.get("docker_image") or "", toml.get("metadata", {}).get("verify", "")
+    if not isinstance(image, str): wrong(f"[environment] docker_image = {image!r}", "an image's name is needed")
+    if mode not in ("", *VERIFY): wrong(f"[metadata] verify = {mode!r}", f"one of {', '.join(VERIFY)} is needed")
     if not image and not (path / "environment" / "Dockerfile").is_file():
         raise FileNotFoundError(f"task {path}: environment/Dockerfile is missing, and task.toml names no docker_image")
-    return Task(id, path, instruction, sandbox.environment(path, base_images, image),
-                number("agent", "timeout_sec", 600), number("verifier", "timeout_sec", 600),
-                {"memory_mb": int(number("environment", "memory_mb", 2048)), "cpus": number("environment", "cpus", 1)},
-                str(toml.get("metadata", {}).get("category") or id))
+    env = sandbox.environment(path, base_images, image)
+    env = replace(env, workdir=box.get("workdir") or env.workdir, env=env.env | variables("environment"),
+                  internet=is_online and internet == "on",
+                  build_timeout_s=number("environment", "build_timeout_sec", 600))
+    limits = {"memory_mb": megabytes("memory", 2048), "cpus": number("environment", "cpus", 1),
+              "disk_mb": megabytes("storage", 10240)}
+    return Task(id, path, instruction, env, number("agent", "timeout_sec", 600), number("verifier", "timeout_sec", 600),
+                limits, str(toml.get("metadata", {}).get("category") or id), mode,
+                {s: str(toml.get(s, {}).get("user") or "") for s in ("agent", "verifier")},
+                {s: variables(s) for s in ("verifier", "solution")},
+                tuple(a["source"] if isinstance(a, dict) else str(a) for a in toml.get("artifacts", [])))
 
 
-def load_tasks(root: str, base_images: dict = {}) -> list:
+def load_tasks(root: str, base_images: dict = {}, internet="refuse") -> list:
     """All tasks below a folder (or the one that it is), by name."""
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"--tasks {root}: no such folder; `python tasks/shell.py DIR` writes the shell tasks")
     paths = sorted(p.parent for p in root.rglob("task.toml"))
+    if old := next(root.rglob("task.yaml"), None) if not paths else None:
+        raise ValueError(f"--tasks {root}: {old.relative_to(root)} is Terminal-Bench's older format; convert it with: "
+                         f"pip install harbor && harbor tasks migrate -i {root} -o NEW_FOLDER")
     if not paths: raise FileNotFoundError(f"--tasks {root}: no task.toml below it, so no task in Harbor's format")
-    return [load_task(p, str(Path(root.resolve().name) / p.relative_to(root)), base_images) for p in paths]
+    return [load_task(p, str(Path(root.resolve().name) / p.relative_to(root)), base_images, internet) for p in paths]
 
 
 # --- one rollout ------------------------------------------------------------------------------------------------------
@@ -102,41 +170,72 @@ class Job:
     task: Task
     harness: str                        # a name in harnesses/, or oracle, or nop
     sample: int = 0                     # which of the group
-    script: tuple = None                # texts for a scripted engine
+    script: object = None               # texts for a scripted engine, or a function (proxy.Session)
 
     @property
     def id(self): return f"{self.task.id}.{self.harness}.{self.sample}"
 
 
 def record_path(out: Path, job: Job) -> Path:
-    return out / (re.sub(r"[^\w.-]", "-", job.id) + ".jsonl")
+    """set/task.harness.0 -> set-task.harness.0.jsonl; with a hash where another id could give the same name."""
+    id = job.task.id
+    is_plain = re.fullmatch(r"[\w.]+(/[\w.-]+)?", id, re.A) and len(id) < 120
+    mark = "" if is_plain else "-" + hashlib.sha256(id.encode()).hexdigest()[:8]
+    return out / f"{re.sub(r'[^a-zA-Z0-9_.-]', '-', id)[:120]}{mark}.{job.harness}.{job.sample}.jsonl"
+
+
+# What the agent may have put where the verifier reads or writes.
+CLEAN = """for d in /tests /solution /logs; do
+    [ ! -L $d ] || rm $d; chmod -R u+rwX $d; find $d -mindepth 1 -delete; done
+mkdir -p /logs/verifier; chmod 777 /logs/verifier"""
 
 
 class Runner:
     """What all rollouts of a run share. `proxy` may be None for oracle and nop."""
 
-    def __init__(self, proxy, kind: str, run_id: str, *, model="", num_parallel=8, temperature=1.0, **options):
-        """options: of each session (proxy.Session): max_tokens, max_calls, max_session_tokens, keep_tail."""
+    def __init__(self, proxy, kind: str, run_id: str, *, model="", num_parallel=8, temperature=1.0, num_warm=2,
+                 verify="auto", off=(), reward_weights=None, **options):
+        """num_warm: sandboxes that wait, started, for their turn; verify: auto or one of VERIFY; off: some of DEFENCES;
+        options: of each session (proxy.Session): max_tokens, max_calls, max_session_tokens, keep_tail."""
+        assert verify in ("auto", *VERIFY), f"--verify {verify}: one of auto, {', '.join(VERIFY)}"
+        assert set(off) <= set(DEFENCES), f"--off {','.join(off)}: some of {', '.join(DEFENCES)}"
         self.proxy, self.kind, self.run_id, self.model, self.num_parallel = proxy, kind, run_id, model, num_parallel
-        self.temperature, self.options = temperature, options
-        self.is_stopping, self.boxes = threading.Event(), []
+        self.temperature, self.options, self.verify, self.off = temperature, options, verify, frozenset(off)
+        self.num_warm, self.turns, self.reward_weights = num_warm, threading.Semaphore(num_parallel), reward_weights
+        self.is_stopping, self.boxes, self.without_git = threading.Event(), [], set()
+
+    def modes(self, job: Job) -> tuple:
+        """The verify modes to try until one gives reward 1."""
+        if self.verify != "auto" or job.task.verify: return (job.task.verify if self.verify == "auto" else self.verify,)
+        if job.harness == "oracle": return VERIFY
+        file = job.task.mode_file(self.kind)
+        return (file.read_text() if file.exists() else "strict",)
 
     def run(self, job: Job, out: Path) -> tree.Rollout:
         """One rollout, whatever becomes of it: the fault boundary. -> as read back from its record."""
         record = record_path(out, job)
         log = record.with_suffix(".log")
         log.unlink(missing_ok=True)
-        seconds, session = {}, None
+        seconds, session, mode = {}, None, ""
         header = {"task": job.task.id, "harness": job.harness, "model": self.model}
         try:
             if job.harness in WITHOUT_MODEL:
                 header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
                 record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
             else:
-                script = None if job.script is None else list(job.script)
+                script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
                 session = self.proxy.open_session(job.id, record, header, temperature=self.temperature, script=script,
                                                   **self.options)
-            end = self.agent_and_verify(job, session, log, seconds)
+            found = {}
+            for mode in self.modes(job):
+                seconds.clear()
+                found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
+                if end["reward"] is not None and end["reward"] >= 1: break
+            if len(self.modes(job)) > 1:                        # the oracle looked for the strictest
+                is_found, file = (end["reward"] or 0) >= 1, job.task.mode_file(self.kind)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(mode if is_found else "strict")
+                if not is_found: mode, end = "strict", found["strict"]
         except Exception as e:
             if self.is_stopping.is_set(): raise             # the record stays without an end
             if session is None and job.harness not in WITHOUT_MODEL:        # no record yet
@@ -153,18 +252,18 @@ class Runner:
                     "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
             print(f"warning: {job.id}: {end['detail']}", file=sys.stderr)
         with open(record, "a") as f:
-            f.write(json.dumps({"type": "end"} | end | {"seconds": seconds, "sandbox": self.kind, "verify": "strict"})
-                    + "\n")
+            end |= {"seconds": seconds, "sandbox": self.kind, "verify": mode}
+            f.write(json.dumps({"type": "end"} | end) + "\n")
         return tree.read(record)
 
-    def agent_and_verify(self, job: Job, session, log: Path, seconds: dict) -> dict:
-        """-> outcome, reward, detail; fills seconds by stage."""
+    def agent_and_verify(self, job: Job, mode: str, session, log: Path, seconds: dict) -> dict:
+        """-> outcome, reward, detail and what else the record's end tells; fills seconds by stage."""
         task, lap = job.task, time.perf_counter()
         harness = harnesses.load(job.harness) if session else None
 
-        def make(stage, memory_mb=0, **kw):     # memory: a harness's own need is no part of the task's limit
+        def make(stage, env=task.env, memory_mb=0, **kw):   # memory_mb: on top of the task's limit
             limits = task.limits | {"memory_mb": task.limits["memory_mb"] + memory_mb}
-            box = sandbox.SANDBOXES[self.kind](task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits, **kw)
+            box = sandbox.SANDBOXES[self.kind](env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits, **kw)
             self.boxes.append(box)
             if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
             return box
@@ -173,45 +272,83 @@ class Runner:
             nonlocal lap
             seconds[stage], lap = round(time.perf_counter() - lap, 4), time.perf_counter()
 
-        with make("agent", harness.memory_mb if harness else 0, runtimes=harness.mounts() if harness else {},
-                  socket=session.address if session else None) as box:
+        with make("agent", memory_mb=harness.memory_mb if harness else 0, runtimes=harness.mounts() if harness else {},
+                  socket=session.address if session else None) as box, contextlib.ExitStack() as stack:
+            if mode != "history" and "git" not in self.off and task.path not in self.without_git:
+                if not box.squash(): self.without_git.add(task.path)
+            if mode == "strict" and box.workdir == "/":
+                return {"outcome": "verifier_error", "reward": None, "detail":
+                        "the image has no WORKDIR, so no workspace to carry over: give it one, or say --verify compat"}
             took("start")
+            stack.enter_context(self.turns)
+            lap = time.perf_counter()
             if job.harness == "oracle":
                 box.put(task.path / "solution", "/solution")
-                argv, env = ["bash", "/solution/solve.sh"], {}
+                argv, env = ["bash", "/solution/solve.sh"], task.envs.get("solution", {})
             elif job.harness == "nop": argv, env = ["true"], {}
             else:
                 context_tokens = self.proxy.engine.model_config.max_model_len
                 argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction,
                                                          "CONTEXT_TOKENS": str(context_tokens)}
-            result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log)
+            # a harness that does not take its last no for an answer (some ask again for minutes) is ended, too
+            timer = threading.Timer(SPENT_S, box.kill)
+            timer.daemon = True
+            if session: session.when_spent = timer.start
+            result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log, user=task.users.get("agent", ""))
+            timer.cancel()
+            if timer.is_alive(): timer.join()
             if session: self.proxy.end_session(session)
             if session and self.proxy.engine.errored:
                 raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
             outcome = ("timeout" if result.timed_out else "ok" if result.exit_code == 0 else
                        "overlong" if harness and result.exit_code == harness.overlong_exit else "harness_error")
+            if session and outcome in ("ok", "harness_error"):  # some end with 0 after failing, or 1 after none
+                outcome = "harness_error" if session.refused else "ok" if session.has_final_answer() else outcome
             if session and session.is_spent: outcome = "overlong"
             took("agent")
-            with make("verify") as fresh:
-                try: box.carry(fresh.workdir, fresh)        # replaces what the image holds there
-                except (FileNotFoundError, ValueError) as e:        # the agent's doing, so no infra_error
-                    return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"}
-                box.stop()
-                fresh.put(task.path / "tests", "/tests")
-                if session: put_calls(fresh, session.calls, self.proxy.engine.get_tokenizer())
-                with open(log, "a") as f: f.write("\n=== verifier\n")
-                verdict = fresh.exec(["bash", "/tests/test.sh"], timeout_s=task.verifier_timeout_s, log=log)
-                reward, call_rewards, problem = read_reward(fresh, verdict, session.num_started if session else 0)
+            box.freeze()                                    # from here on nothing that the agent started runs
+            more = {"exit_code": result.exit_code}
+            if "tamper" not in self.off and (paths := box.changed()):
+                more["tamper"] = {"num": len(paths), "paths": paths[:20]}
+            for path in task.artifacts:
+                kept = log.with_suffix(".artifacts") / path.strip("/").replace("/", "-")
+                kept.parent.mkdir(exist_ok=True)
+                with contextlib.suppress(FileNotFoundError, ValueError): box.get(path, kept)
+            try: fresh = self.verifier(box, mode, make, stack, more)
+            except (FileNotFoundError, ValueError) as e:    # the agent's doing, so no infra_error
+                return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"} | more
+            fresh.put(task.path / "tests", "/tests")
+            if session: put_calls(fresh, session.calls, self.proxy.engine.get_tokenizer())
+            with open(log, "a") as f: f.write("\n=== verifier\n")
+            verdict = fresh.exec(["bash", "/tests/test.sh"], timeout_s=task.verifier_timeout_s, log=log,
+                                 env=task.envs.get("verifier"), user=task.users.get("verifier", ""))
+            reward, call_rewards, named, problem = read_reward(
+                fresh, verdict, session.num_started if session else 0, self.reward_weights)
             took("verify")
-        if problem: return {"outcome": "verifier_error", "reward": None, "detail": problem}
-        detail = "" if outcome == "ok" else f"exit status {result.exit_code}, the verifier gave {reward:g}"
+        if named: more["rewards"] = named
+        if problem: return {"outcome": "verifier_error", "reward": None, "detail": problem} | more
+        how = f"exit status {result.exit_code}"
+        if result.is_over_disk: how = f"wrote more than {task.limits['disk_mb']} MB"
+        detail = "" if outcome == "ok" else f"{how}, the verifier gave {reward:g}"
         if outcome == "overlong": reward, call_rewards = 0., None
-        return {"outcome": outcome, "reward": reward, "call_rewards": call_rewards, "detail": detail}
+        if outcome == "harness_error" and session and session.refused: detail += f", last answer {session.refused}"
+        return {"outcome": outcome, "reward": reward, "call_rewards": call_rewards, "detail": detail} | more
+
+    def verifier(self, box, mode: str, make, stack, more: dict):
+        """-> the sandbox to verify in; the agent's is removed. FileNotFoundError, ValueError: nothing to verify."""
+        if mode == "strict":
+            fresh = stack.enter_context(make("verify"))
+            if left_out := box.carry(fresh.workdir, fresh, self.off): more["left_out"] = left_out[:20]
+        else:
+            fresh = stack.enter_context(make("verify", stack.enter_context(box.snapshot())))
+            fresh.exec(["sh", "-c", CLEAN], user="root")
+        box.stop()
+        return fresh
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
         """Rollouts of all jobs, in their order; a progress bar. Ctrl-C or a fault ends what runs, sandboxes first."""
         out.mkdir(parents=True, exist_ok=True)
-        pool = concurrent.futures.ThreadPoolExecutor(self.num_parallel)
+        pool = concurrent.futures.ThreadPoolExecutor(self.num_parallel + self.num_warm)
         futures = []
         try:
             for job in jobs: futures.append(pool.submit(self.run, job, out))
@@ -240,33 +377,48 @@ def put_calls(box, calls: list, tokenizer):
         box.put(tmp, "/logs/agent")
 
 
-def read_reward(box, verdict, num_calls) -> tuple:
-    """-> (reward, the calls' rewards by id or None, None) or (None, None, what is wrong). num_calls 0: no model."""
+def pay_calls(text: str, num_calls: int) -> list | None:
+    """The calls' rewards by id, out of reward.json; None = it pays none, or there was no model. ValueError: what is
+    wrong with them."""
+    paid, by_id = {k: x for k, x in json.loads(text).items() if k.startswith("call_")}, [0.] * num_calls
+    if not paid or not num_calls: return None
+    ids = {f"call_{i}": i for i in range(num_calls)}
+    for key, x in paid.items():
+        if key not in ids: raise ValueError(f"paid {key}; the rollout has {num_calls} calls, from call_0 on")
+        if type(x) not in (int, float) or not abs(x) < 1e30:
+            raise ValueError(f"paid {key} {str(x)[:80]!r}; a finite number is needed")
+        by_id[ids[key]] = float(x)
+    return by_id
+
+
+def parse_reward(text: str, is_json: bool, weights: dict | None) -> tuple:
+    """-> (reward, {name: reward}). Of several: `weights` (their sum, weighted), else the one named reward."""
+    if not is_json: return float(text), {}
+    named = {k: float(v) for k, v in json.loads(text).items()
+             if isinstance(v, (int, float)) and not k.startswith("call_")}
+    return sum(w * named[k] for k, w in (weights or {"reward": 1.}).items()), named
+
+
+def read_reward(box, verdict, num_calls=0, weights=None) -> tuple:
+    """-> (reward, the calls' rewards by id or None, {name: reward}, None) or (None, None, {}, what is wrong)"""
     with tempfile.TemporaryDirectory() as tmp:
         for name in ("reward.txt", "reward.json"):
             file = Path(tmp) / name
             try: box.get(f"/logs/verifier/{name}", file)
             except (FileNotFoundError, ValueError): continue
-            text = file.read_text(errors="replace")
-            try:
-                found = {"reward": text} if name == "reward.txt" else json.loads(text)
-                reward = float(found["reward"])
-            except (ValueError, KeyError, TypeError, OverflowError): reward = math.nan
+            text = file.read_text(errors="replace")[:100_000]
+            needs = "a finite number is needed"
+            try: reward, named = parse_reward(text, name == "reward.json", weights)
+            except KeyError as e:
+                reward, needs = math.nan, f"there is no {e}, name what counts: --reward_weights NAME=WEIGHT,..."
+            except (ValueError, TypeError, AttributeError, OverflowError): reward = math.nan
             if not math.isfinite(reward):
-                return None, None, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; a finite number is needed"
-            paid = {key: x for key, x in found.items() if key.startswith("call_")}
-            if not paid or not num_calls: return reward, None, None
-            ids = {f"call_{i}": i for i in range(num_calls)}
-            call_rewards = [0.] * num_calls
-            for key, x in paid.items():
-                if key not in ids:
-                    return None, None, f"tests/test.sh paid {key}; the rollout has {num_calls} calls, from call_0 on"
-                if type(x) not in (int, float) or not abs(x) < 1e30:
-                    return None, None, f"tests/test.sh paid {key} {str(x)[:80]!r}; a finite number is needed"
-                call_rewards[ids[key]] = float(x)
-            return reward, call_rewards, None
+                return None, None, {}, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; {needs}"
+            try: return reward, pay_calls(text, num_calls) if name == "reward.json" else None, named, None
+            except ValueError as e: return None, None, {}, f"tests/test.sh {e}"
     how = "ran out of time" if verdict.timed_out else f"ended with status {verdict.exit_code}"
-    return None, None, f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}"
+    return (None, None, {},
+            f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}")
 
 
 # --- what came of many ------------------------------------------------------------------------------------------------
@@ -278,20 +430,98 @@ def wilson(k: float, n: int, z=1.96) -> tuple:
     return max(0., (p + z * z / (2 * n)) / d - half), min(1., (p + z * z / (2 * n)) / d + half)
 
 
-def summary(rollouts: list) -> dict:
-    """Pass rate over the rollouts that have a reward (solved: reward >= 1), its interval, and the outcomes."""
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that one of k samples of a task solves it, unbiased, from c solved of n (2107.03374)."""
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def rate(counts: list, k=1) -> tuple:
+    """pass@k over tasks and its 95 % interval; counts: (judged, solved) of each; those with fewer than k are left out.
+    A task is a cluster: Wilson's interval, for as many independent samples as the spread over the tasks is worth
+    (Kish's design effect; at least one a task). Of a single task: for that task alone, over its samples."""
+    counts = [(n, c) for n, c in counts if n >= k]
+    if not counts: return math.nan, math.nan, math.nan
+    values = [pass_at_k(n, c, k) for n, c in counts]
+    p, num, most = fmean(values), len(counts), sum(n // k for n, _ in counts)
+    spread = variance(values) if num > 1 else 0.
+    size = most if num == 1 else num if p in (0., 1.) else min(most, max(num, p * (1 - p) * num / max(spread, 1e-9)))
+    return p, *wilson(p * size, size)
+
+
+def counts_of(rollouts: list) -> dict:
+    """task -> (judged, solved); tasks that nothing judged are left out."""
     judged = [r for r in rollouts if r.reward is not None]
-    solved = sum(r.reward >= 1 for r in judged)
-    low, high = wilson(solved, len(judged))
-    return {"num": len(rollouts), "num_judged": len(judged), "solved": solved,
-            "pass_rate": solved / len(judged) if judged else math.nan,
-            "low": low, "high": high, "outcomes": dict(Counter(r.outcome for r in rollouts))}
+    num, solved = Counter(r.task for r in judged), Counter(r.task for r in judged if r.reward >= 1)
+    return {task: (n, solved[task]) for task, n in num.items()}
+
+
+def summary(rollouts: list) -> dict:
+    """pass_rate (pass@1) and pass@2, @4, ... over tasks with intervals, from the rollouts that have a reward (solved:
+    reward >= 1), and the outcomes."""
+    counts = list(counts_of(rollouts).values())
+    pass_rate, low, high = rate(counts)
+    s = {"num": len(rollouts), "num_tasks": len(counts), "num_judged": sum(n for n, _ in counts),
+         "solved": sum(c for _, c in counts), "pass_rate": pass_rate, "low": low, "high": high}
+    for k in (2**i for i in range(1, max([n for n, _ in counts], default=0).bit_length())):
+        s |= zip((f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), rate(counts, k))
+    return s | {"outcomes": dict(Counter(r.outcome for r in rollouts))}
 
 
 def show(s: dict) -> str:
     return (f"{100 * s['pass_rate']:.1f} % of {s['num_judged']} solved "
             f"(95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}); "
+            + "".join(f"{k} {100 * v:.1f} %; " for k, v in s.items() if re.fullmatch(r"pass@\d+", k))
             + ", ".join(f"{k} {v}" for k, v in sorted(s["outcomes"].items())))
+
+
+def sign_flip_p(d) -> float:
+    """Two-sided p of a mean of paired differences d (T,), were each sign a coin's: exact up to 16 that are not 0 (with
+    one sample a task, McNemar's exact test), else from 20,000 draws, always the same."""
+    d = d[d != 0]
+    extreme = lambda signs: int((abs(signs @ d) >= abs(d.sum()) - 1e-9).sum())
+    if len(d) <= 16: return sum(extreme(np.array(s)) for s in product((-1., 1.), repeat=len(d))) / 2**len(d)
+    coin = np.random.default_rng(0)
+    return (1 + sum(extreme(coin.choice((-1., 1.), (500, len(d)))) for _ in range(40))) / 20_001
+
+
+def compare(a: dict, b: dict, k=1) -> dict:
+    """a, b: task -> (judged, solved). Paired over the tasks with k samples in both: pass@k of each, difference b - a,
+    95 % interval (Newcombe, 1998, method 10: from the two intervals and the tasks' correlation), p (sign_flip_p)."""
+    tasks = [t for t in a if t in b and min(a[t][0], b[t][0]) >= k]
+    (p, p_low, p_high), (q, q_low, q_high) = (rate([x[t] for t in tasks], k) for x in (a, b))
+    x, y = (np.array([pass_at_k(*c[t], k) for t in tasks]) for c in (a, b))
+    r = np.corrcoef(x, y)[0, 1] if len(tasks) > 1 and np.ptp(x) and np.ptp(y) else 0.
+    half = lambda s, t: math.sqrt(max(0., s * s + t * t - 2 * r * s * t))
+    return {"k": k, "num_tasks": len(tasks), "a": p, "b": q, "difference": q - p,
+            "low": q - p - half(q - q_low, p_high - p), "high": q - p + half(q_high - q, p - p_low),
+            "p": sign_flip_p(y - x)}
+
+
+def read_folder(folder: str) -> list:
+    """Rollouts of a folder of records; of a run of train.py, those of its last evaluation."""
+    root = Path(folder)
+    if (root / "metrics.jsonl").is_file():
+        order = lambda p: (p.name == "eval-end", [int(n) for n in re.findall(r"\d+", p.name)], p.name)
+        root = max(root.glob("rollouts/eval-*"), key=order, default=root / "rollouts" / "eval-*")
+    records = sorted(root.rglob("*.jsonl"))
+    if not records: raise FileNotFoundError(f"{root}: no records; name an --out of rollout.py or train.py")
+    return [tree.read(path) for path in records]
+
+
+def compare_folders(args):
+    a, b = map(read_folder, args.folders)
+    names, rows = sorted({r.harness for r in a} & {r.harness for r in b}), []
+    for name in names + ["all"] * (len(names) > 1):
+        one, two = (counts_of([r for r in x if r.harness in (names if name == "all" else [name])]) for x in (a, b))
+        smallest = min((min(one[t][0], two[t][0]) for t in one if t in two), default=0)
+        rows += [{"harness": name, "left_out": len(one.keys() ^ two.keys())} | compare(one, two, k)
+                 for k in sorted({1, smallest if name != "all" else 1}) if smallest]
+    if not rows: raise ValueError(f"{args.folders[0]} and {args.folders[1]}: no task that both judged with one harness")
+    if args.json: return print(json.dumps(rows))
+    for r in rows:
+        p, q, d, low, high = (100 * r[k] for k in ("a", "b", "difference", "low", "high"))
+        print(f"{r['harness']}, pass@{r['k']}, {r['num_tasks']} tasks: A {p:.1f} %, B {q:.1f} %, B - A {d:+.1f} points "
+              f"(95 %: {low:+.1f} to {high:+.1f}), p {r['p']:.2g}; {r['left_out']} tasks in one folder alone")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -315,6 +545,12 @@ def command(main, args):
     os._exit(status)                    # vLLM's threads may outlive the engine
 
 
+def weights(text: str) -> dict | None:
+    """a=1,b=0.5 -> {a: 1.0, b: 0.5}; None for nothing."""
+    try: return {k: float(v) for k, v in (pair.split("=") for pair in text.split(","))} if text else None
+    except ValueError: raise ValueError(f"--reward_weights {text}: NAME=WEIGHT,... is needed") from None
+
+
 def base_images(pairs: list) -> dict:
     for pair in pairs:
         if not all(pair.partition("=")[::2]): raise ValueError(f"--base_image {pair}: NAME=LOCAL is needed")
@@ -324,9 +560,10 @@ def base_images(pairs: list) -> dict:
 def parse(argv=None):
     p = argparse.ArgumentParser(description="Evaluates and records without training.", allow_abbrev=False)
     p.add_argument("--tasks", required=True, help="folder of tasks in Harbor's format")
-    p.add_argument("--harness", required=True,
+    p.add_argument("--harness", default="",
                    help=f"one of {', '.join(harnesses.names())}, oracle, nop; several with commas")
-    p.add_argument("--out", required=True, help="folder for the records")
+    p.add_argument("--out", default="", help="folder for the records")
+    p.add_argument("--prebuild", action="store_true", help="only build or pull the tasks' images")
     p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2")
     p.add_argument("--n", type=int, default=1, help="rollouts a task and harness")
     p.add_argument("--limit", type=int, default=0, help="only the first so many tasks (0 = all)")
@@ -337,6 +574,12 @@ def parse(argv=None):
     p.add_argument("--base_image", action="append", default=[], metavar="NAME=LOCAL",
                    help="local image in an image's place")
     p.add_argument("--num_parallel", type=int, default=8, help="rollouts at once")
+    p.add_argument("--num_warm", type=int, default=2, help="sandboxes that wait, started, for their turn")
+    p.add_argument("--verify", choices=("auto", *VERIFY), default="auto", help="see the file's beginning")
+    p.add_argument("--off", default="", help=f"defences to leave out, with commas: {', '.join(DEFENCES)}")
+    p.add_argument("--internet", choices=("refuse", "off", "on"), default="refuse",
+                   help="for tasks that ask for internet access")
+    p.add_argument("--reward_weights", default="", metavar="NAME=WEIGHT,...", help="of several rewards")
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens")
     p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
@@ -344,8 +587,19 @@ def parse(argv=None):
     p.add_argument("--max_rollout_tokens", type=int, default=0, help="sampled tokens of a rollout (0 = no limit)")
     p.add_argument("--graft", choices=graft.GRAFTS, default="canonical")
     p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
+    if (sys.argv[1:] if argv is None else argv)[:1] == ["compare"]:
+        p = argparse.ArgumentParser(description="pass@k of two folders, paired by task: difference, interval, p.")
+        p.add_argument("compare")
+        p.add_argument("folders", nargs=2, metavar="DIR", help="an --out of rollout.py or train.py, or a folder in it")
+        p.add_argument("--json", action="store_true", help="one JSON list in place of text")
+        return p.parse_args(argv)
     args = p.parse_args(argv)
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
+    args.off = [name for name in args.off.split(",") if name]
+    if set(args.off) - set(DEFENCES): p.error(f"--off {','.join(args.off)}: some of {', '.join(DEFENCES)}")
+    try: args.reward_weights = weights(args.reward_weights)
+    except ValueError as e: p.error(str(e))
+    if not args.prebuild and not (args.harness and args.out): p.error("--harness and --out are needed")
     if args.n < 1 or args.num_parallel < 1: p.error(f"--n {args.n} and --num_parallel {args.num_parallel}: at least 1")
     if not 0 <= args.temperature <= 10: p.error(f"--temperature {args.temperature}: from 0 (greedy) to 10")
     return args
@@ -368,12 +622,30 @@ def make_jobs(tasks, names, n, script=None) -> list:
     return [Job(t, h, i, texts(t, h)) for t in tasks for h in names for i in range(n)]
 
 
+def prebuild(tasks: list, num_parallel: int) -> int:
+    """Every image once, in parallel -> exit status."""
+    envs = {(t.env.base, str(t.env.dockerfile)): t.env for t in tasks}
+    with concurrent.futures.ThreadPoolExecutor(num_parallel) as pool:
+        futures = [pool.submit(sandbox.image, env) for env in envs.values()]
+        list(tqdm(concurrent.futures.as_completed(futures), total=len(futures), desc="images", disable=None))
+    problems = [str(future.exception()) for future in futures if future.exception()]
+    print(f"{len(futures) - len(problems)} of {len(futures)} images are ready", *problems, sep="\n  ")
+    return 1 if problems else 0
+
+
 def main(args):
+    if "compare" in args: return compare_folders(args)
+    if args.prebuild:
+        sandbox.choose("docker")
+        tasks = load_tasks(args.tasks, base_images(args.base_image), args.internet)
+        return prebuild(tasks[:args.limit or None], args.num_parallel)
     names = list(dict.fromkeys(args.harness.split(",")))
     for name in names:
         if name not in WITHOUT_MODEL: harnesses.load(name).mounts()     # builds the runtimes
     kind = sandbox.choose(args.sandbox)
-    tasks = load_tasks(args.tasks, base_images(args.base_image))
+    tasks = load_tasks(args.tasks, base_images(args.base_image), args.internet)
+    online = sum(task.env.internet for task in tasks)
+    if online: print(f"warning: {online} tasks have internet access", file=sys.stderr)
     jobs = make_jobs(tasks[:args.limit or None], names, args.n, args.script)
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise NotADirectoryError(f"--out {args.out}: it is a file; name a folder")
@@ -388,19 +660,35 @@ def main(args):
             model = boundary.resolve_model(args.model, args.max_model_len)
             proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft)
         runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, num_parallel=args.num_parallel,
+                        num_warm=args.num_warm, verify=args.verify, off=args.off, reward_weights=args.reward_weights,
                         temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
                         max_session_tokens=args.max_rollout_tokens, keep_tail=args.openclaw_stable)
         rollouts = runner.run_all(jobs, Path(args.out), f"{args.harness} in {kind}")
     finally:
         if proxy is not None: proxy.close()
+    status = 0
+    by_id = {task.id: task for task in tasks}
     for name in names:
         mine = [r for r in rollouts if r.harness == name]
         s = summary(mine)
         print(f"{name} in {kind}: {show(s)}")
+        modes = Counter(r.verify for r in mine)
+        if set(modes) - {"strict", ""}: print(f"  verified {', '.join(f'{k}: {v}' for k, v in sorted(modes.items()))}")
         wrong = [r for r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1
                  or name == "nop" and r.reward > 0]
-        for r in wrong[:20]: print(f"  {r.task}: {r.outcome}, reward {r.reward}{': ' + r.detail if r.detail else ''}")
+        if wrong and name in WITHOUT_MODEL: status = 1
+        width = max((len(r.task) for r in wrong), default=0)
+        for r in wrong[:None if name in WITHOUT_MODEL else 20]:
+            why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), Job(by_id[r.task], name)))
+            print(f"  {r.task:{width}}  {r.outcome:14} reward {r.reward}  {why}")
         (Path(args.out) / f"summary.{name}.json").write_text(json.dumps(s))
+    return status
+
+
+def last_words(record: Path) -> str:
+    """Of the verifier, from the log beside a record."""
+    text = record.with_suffix(".log").read_text(errors="replace")
+    return " ".join(text.rpartition("=== verifier")[2].split())[-200:]
 
 
 if __name__ == "__main__": command(main, parse())

@@ -8,18 +8,23 @@ Calls block and may come from many threads. `SandboxError` is a fault of the mac
 missing); what a process inside did wrong stands in `Result`, or is a FileNotFoundError or ValueError of `get`, `carry`.
 
 Covered: no network but a lone `lo` (no host ports, neighbours, DNS); one unix socket, /run/model.sock, as the only way
-out; the host's files invisible but for read-only runtimes; memory, CPU, process and output limits; time limits that
-kill every process in the sandbox; copies that neither follow links on the host nor fill its disk; removal of all that
-a dead run left, whatever killed it; tasks of FROM, WORKDIR, COPY and ENV lines without an image build, alike on both.
-Not covered: kernel exploits; disk quotas (many files can fill the disk); a daemon that hangs instead of failing; side
-channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; remote Docker hosts (mounts are local paths).
-Docker, further: an exec fails (126) while background processes fill the process limit; `kill()` ends them.
+out; the host's files invisible but for read-only runtimes; memory, CPU, process, open file, disk and output limits;
+time limits that kill every process in the sandbox; copies that neither follow links on the host nor fill its disk; a
+workspace that reaches the verifier without what would run there before the tests (`carry`); a full disk of the host as
+a SandboxError; removal of all that a dead run left, whatever killed it; tasks of FROM, WORKDIR, COPY and ENV lines
+without an image build, alike on both.
+Not covered: kernel exploits; disk use between two looks, 2 s apart; a daemon that hangs instead of failing; side
+channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; remote Docker hosts (mounts are local paths);
+tests that themselves run the agent's code in their own process or under their own user.
+Docker, further: an exec fails (126) while background processes fill the process limit; `kill()` ends them. `internet`:
+a bridge of the run's own without traffic between sandboxes; the host's ports can then be reached at its gateway.
 bubblewrap, further: no image is built; no CPU limit; memory is limited per process; processes run as an ordinary user,
 not root, on a read-only root (writable: the workdir, WRITABLE, folders given to `put`); background processes end with
 their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
 """
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import io
@@ -27,11 +32,13 @@ import os
 import posixpath
 import re
 import resource
+import select
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -46,6 +53,8 @@ import urllib3
 TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
 LOG_BYTES = 10 << 20    # output of an exec that its log file keeps
 GET_BYTES = 1 << 30     # largest archive that leaves a sandbox
+DISK_RESERVE_MB = 256   # of the host: less, and every sandbox fails
+OPEN_FILES = 4096       # a process
 SOCKET = "/run/model.sock"
 
 
@@ -61,7 +70,10 @@ class Environment:
     env: dict = dataclasses.field(default_factory=dict)
     dockerfile: Path | None = None      # folder of a Dockerfile that must be built, None = `base` serves as it is
     build_line: str = ""                # the line that makes the build necessary
+    build_timeout_s: float = 3600
     base_images: dict = dataclasses.field(default_factory=dict)   # image name in FROM -> local stand-in
+    internet: bool = False              # a network of the run's own, Docker only
+    layers: dict = dataclasses.field(default_factory=dict)   # bubblewrap's snapshot: {inside: host folder}
     task: str = ""                      # for messages
 
 
@@ -70,6 +82,7 @@ class Result:
     exit_code: int      # 137 when killed, also by the time limit
     timed_out: bool
     output: str         # stdout and stderr, the last TAIL_BYTES
+    is_over_disk: bool = False   # killed for what it had written
 
 
 # ---- tasks: environment/Dockerfile ----
@@ -164,11 +177,22 @@ def reap(run_id=None):
             if path.lstat().st_uid == os.geteuid() and is_ours(*path.name.split("_")[1:3]):
                 folders.append(path)
                 _remove_folder(path)
+    for path in [] if run_id else {p for place in {tempfile.gettempdir(), "/tmp"} for p in Path(place).glob("hrl-*")}:
+        with contextlib.suppress(OSError), open(path / ".lock") as lock:   # of a proxy, which holds it while it lives
+            if time.time() - os.fstat(lock.fileno()).st_mtime > 5:         # else it may be about to take it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                folders.append(path)
+                _remove_folder(path)
     with contextlib.suppress(SandboxError), _faults("reap"):   # no daemon: nothing of ours runs there
-        containers = [c["Id"] for c in _client().api.containers(all=True, filters={"label": "harness_rl.run"})
-                      if is_ours(c["Labels"]["harness_rl.run"], c["Labels"]["harness_rl.owner"])]
-        for container in containers:
-            _remove_container(container)
+        api, labelled = _client().api, {"label": "harness_rl.run"}
+        for found, remove in ((api.containers(all=True, filters=labelled), _remove_container),
+                              (api.networks(filters=labelled), api.remove_network),
+                              (api.images(filters=labelled), functools.partial(api.remove_image, force=True))):
+            for row in found:
+                if is_ours(row["Labels"]["harness_rl.run"], row["Labels"]["harness_rl.owner"]):
+                    containers.append(row["Id"])
+                    with contextlib.suppress(docker.errors.APIError):   # gone, or in use for a moment
+                        remove(row["Id"])
     return len(folders) + len(containers)
 
 
@@ -196,6 +220,7 @@ class Sandbox:
     memory_mb: int = 4096
     cpus: float = 2
     pids: int = 512                # processes and threads
+    disk_mb: int = 10240           # what it may write, in all
     workdir: str = dataclasses.field(default="", init=False)   # known from start() on
 
     def __enter__(self):
@@ -214,32 +239,70 @@ class Sandbox:
             with _faults(f"start {self.name}"):
                 self._start()
             self._put(self.env.copies)
+            self.started_s = time.time()
         except BaseException:
             self.stop()
             raise
 
-    def exec(self, argv, *, env=None, cwd=None, timeout_s=None, log=None):
-        """Run a command to its end. At the time limit every process in the sandbox is killed; its files stay."""
-        timed_out = threading.Event()
+    def exec(self, argv, *, env=None, cwd=None, timeout_s=None, log=None, user=""):
+        """Run a command to its end. At the time limit, or past the disk limit, every process in the sandbox is killed;
+        its files stay. `user`: Docker only."""
+        ended, reason, deadline = threading.Event(), [], time.monotonic() + (timeout_s or threading.TIMEOUT_MAX)
 
-        def expire():
-            timed_out.set()
-            self.kill()
-        timer = threading.Timer(timeout_s or threading.TIMEOUT_MAX, expire)
-        timer.daemon = True
+        def watch():
+            pause_s = 2
+            while not ended.wait(max(0, min(pause_s, deadline - time.monotonic()))):
+                begin = time.monotonic()
+                if begin >= deadline:
+                    reason.append("time")
+                elif (self._host_mb() < DISK_RESERVE_MB
+                      or sum(map(_bytes, self._written().values())) > self.disk_mb << 20):
+                    reason.append("disk")
+                else:
+                    pause_s = max(2, 20 * (time.monotonic() - begin))
+                    continue
+                with contextlib.suppress(SandboxError):   # then the exec fails by itself
+                    self.kill()
+                return
+        watcher = threading.Thread(target=watch, daemon=True)
         with _faults(f"exec in {self.name}"):
-            chunks, poll = self._run(list(argv), env or {}, cwd or self.workdir)
-            timer.start()
+            chunks, poll = self._run(list(argv), env or {}, cwd or self.workdir, user=user)
+            watcher.start()
             try:
                 output = _drain(chunks, log)
-                while (code := poll()) is None and not timed_out.is_set():   # it may close its output and go on
+                while (code := poll()) is None and not reason:   # it may close its output and go on
                     time.sleep(0.005)
             finally:
-                timer.cancel()
-        if timed_out.is_set():
-            timer.join()   # Docker: the container is up again
-            return Result(137, True, output)
+                ended.set()
+        if (left_mb := self._host_mb()) < DISK_RESERVE_MB:
+            raise SandboxError(f"{self.name}: disk full: {left_mb} MB left on the file system of {self._place()}")
+        if reason:
+            watcher.join()   # Docker: the container is up again
+            return Result(137, reason == ["time"], output, reason == ["disk"])
         return Result(128 - code if code < 0 else code, False, output)
+
+    def _place(self):
+        """A folder on the file system that the sandbox writes to; `_written`: where on it what inside folders hold."""
+        return tempfile.gettempdir()
+
+    def _host_mb(self):
+        usage = os.statvfs(self._place())
+        return usage.f_bavail * usage.f_frsize >> 20
+
+    def changed(self):
+        """Files outside the workspace that were made, changed or (Docker) deleted since the start, but for SCRATCH."""
+        found = [os.path.join(inside, os.path.relpath(os.path.join(folder, name), host))
+                 for inside, host in self._written().items() for folder, _, names in os.walk(host) for name in names
+                 if os.lstat(os.path.join(folder, name)).st_ctime > self.started_s]
+        return sorted(path for path in found if not path.startswith(tuple(f"{p}/" for p in (*SCRATCH, self.workdir))))
+
+    def squash(self):
+        """Leave one commit of the history of each repository in the workspace: no remote, tag, stash, reflog or object
+        that it does not reach. Returns their number."""
+        result = self.exec(["sh", "-c", SQUASH, self.workdir], timeout_s=600, user="root")
+        if result.exit_code:
+            raise SandboxError(f"{self.name}: git history could not be squashed; --off git leaves it as it is")
+        return len(result.output.splitlines())
 
     def put(self, host, inside):
         """Copy a file to the path `inside`, or a folder's contents into the folder `inside`."""
@@ -262,18 +325,53 @@ class Sandbox:
                 else:
                     path.mkdir(parents=True, exist_ok=True)
 
-    def carry(self, inside, other):
-        """Make a file or folder of another sandbox equal to this one's, links in it and all; nothing is unpacked on the
-        host. Raises as `get` does."""
+    def carry(self, inside, other, off=()):
+        """Make a folder of another sandbox, fresh from the image, equal to this one's; nothing is unpacked on the host.
+        Raises as `get` does. Defences (`off`: names of those that are not wanted):
+        git    .git is the image's, not the agent's: its history, without hooks and settings that run commands
+        tools  what the image holds of PATH folders, virtual environments and node_modules stays; files that Python or
+               pytest would load unasked (AUTOLOADED, modules of the standard library's names at the top) are left out
+        links  ValueError for setuid files, devices, fifos and symbolic links out of `inside`, but for the image's and
+               those into SHARED
+        Returns the names that were left out and that are not the image's."""
+        top, keep, left_out, members = posixpath.basename(inside), ["-name", ""], [], []
+        keep += ["-o", "-name", ".git"] if "git" not in off else []
+        if "tools" not in off:
+            keep += [word for name in ("node_modules", *AUTOLOADED) for word in ("-o", "-name", name)]
         with _faults(f"carry {inside} from {self.name}"), self._get(inside) as archive:
-            top = tarfile.open(fileobj=archive).next()
-            if not (top.isfile() or top.isdir()):
-                raise ValueError(f"{inside} in {self.name} is not copied: it is a link or device")
-            archive.seek(0)
-            result = other.exec(["sh", "-c", '[ ! -e "$0" ] || find "$0" -mindepth 1 -delete', inside])
-            if result.exit_code:
-                raise SandboxError(f"carry {inside} to {other.name}: {result.output}")
-            other._unpack(archive, posixpath.dirname(inside.rstrip("/")))
+            tar = tarfile.open(fileobj=archive)
+            if not top or not tar.next().isdir():
+                raise ValueError(f"{inside} in {self.name} is not carried over: it is no folder of its own")
+            result = other.exec(["sh", "-c", CLEAR, inside, "" if "tools" in off else "tools", *keep], user="root")
+            if result.exit_code or len(result.output) >= TAIL_BYTES:
+                raise SandboxError(f"carry {inside} to {other.name}: {result.output[-1000:]}")
+            found = result.output.split("\0")
+            kept = {name[2:] for name in found if name.startswith("./")}
+            links = dict(text[1:].split("\n", 1) for text in found if text.startswith("L"))
+            for member in tar.getmembers():
+                name = posixpath.relpath(member.name, top)
+                parts = name.split("/")
+                if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(len(parts))):
+                    continue
+                if "tools" not in off and "__pycache__" in parts:   # may hold another program than its source
+                    continue
+                if "tools" not in off and (AUTOLOADED.intersection(parts) or SHADOWING.fullmatch(name)):
+                    left_out.append(name)
+                    continue
+                is_image_s = member.issym() and links.get(name) == member.linkname
+                if "links" not in off and not is_image_s and (problem := _refused(member, inside)):
+                    raise ValueError(f"{name} in {self.name} is not carried over: {problem}")
+                members.append(member)
+            whole = {member.name for member in members}
+            if lost := [m.name for m in members if m.islnk() and m.linkname not in whole]:
+                raise ValueError(f"{lost[0]} in {self.name} is not carried over: a second name of a file left out")
+            with tempfile.TemporaryFile() as chosen:
+                with tarfile.open(fileobj=chosen, mode="w") as new:
+                    for member in members:
+                        new.addfile(member, tar.extractfile(member) if member.isreg() else None)
+                chosen.seek(0)
+                other._unpack(chosen, posixpath.dirname(inside))
+        return left_out
 
     def _put(self, copies):
         with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
@@ -286,6 +384,68 @@ class Sandbox:
             archive.seek(0)
             if copies:
                 self._unpack(archive, "/")
+
+
+# Empties a folder ($0) but for what `find` matches ("$@"; with $1 PATH's folders and virtual environments, too), which
+# it prints, after L, path and target of the links that are there. Makes the verifier's folder, for any user.
+CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
+cd "$0" 2> /dev/null || exit 0
+find . -type l -printf 'L%P\n%l\0' 2> /dev/null
+is_deep=$1; shift
+[ -z "$is_deep" ] || {
+    IFS='
+'; for file in $(find . -mindepth 2 -name pyvenv.cfg); do set -- "$@" -o -path "${file%/*}"; done
+    IFS=:; for folder in $PATH; do case $folder in "$0"/?*) set -- "$@" -o -path ".${folder#"$0"}" ;; esac; done
+}
+find . -mindepth 1 \( "$@" \) -prune -print0 -o ! -type d -exec rm -f {} + || exit 1
+find . -mindepth 1 \( "$@" \) -prune -o -type d -print0 | sort -rz | xargs -0 rmdir 2> /dev/null
+exit 0"""
+AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py"}
+SHADOWING = re.compile(rf"({'|'.join(sys.stdlib_module_names)}|_?pytest|pluggy)(/__init__)?\.([\w-]+\.)?(py|pyc|so)")
+SCRATCH = ("/tmp", "/var/tmp", "/run", "/dev", "/proc", "/sys", "/opt/harness", "/solution", "/var/log", "/var/cache")
+SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: links there tell nothing new
+
+
+# Of all repositories below a folder ($0): one commit of what HEAD holds, the index and the files as they are. One in an
+# image without git is taken away: its objects could be read all the same. Prints a line for each.
+SQUASH = r"""cd "$0" 2> /dev/null || exit 0
+export HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_COUNT=3 GIT_CONFIG_KEY_0=safe.directory
+export GIT_CONFIG_VALUE_0='*' GIT_CONFIG_KEY_1=core.fsmonitor GIT_CONFIG_VALUE_1=false
+export GIT_CONFIG_KEY_2=core.hooksPath GIT_CONFIG_VALUE_2=/dev/null
+for who in AUTHOR COMMITTER; do
+    export GIT_${who}_NAME=task GIT_${who}_EMAIL=task@localhost GIT_${who}_DATE='2000-01-01T00:00:00Z'
+done
+IFS='
+'; for git in $(find . -xdev -name .git -prune); do (
+    echo "$git"
+    cd "${git%/*}" && [ -d .git ] && git rev-parse --git-dir > /dev/null 2>&1 || { rm -rf "${git##*/}"; exit; }
+    head=$(git symbolic-ref -q HEAD || echo refs/heads/main)
+    commit=$(git commit-tree -m start 'HEAD^{tree}')
+    for key in $(git config --local --name-only --list |
+                 grep -E '^(remote|branch|credential|http|url|include|submodule)'); do
+        git config --local --unset-all "$key"
+    done
+    (cd .git && rm -rf refs/* packed-refs logs *_HEAD modules worktrees shallow rebase-* sequencer lfs svn info/grafts \
+        objects/pack/*.keep objects/pack/*.promisor && mkdir -p refs/heads)
+    git symbolic-ref HEAD "$head" && { [ -z "$commit" ] || git update-ref "$head" "$commit"; }
+    git repack -adq && rm -rf .git/objects/info/alternates .git/objects/info/commit-graph* && git prune --expire=now
+    pruned=$?; chown -hR --reference=. .git; exit $pruned
+) < /dev/null 2> /dev/null || exit 1; done"""
+
+
+def _refused(member, inside):
+    """What is wrong with a member of a workspace's archive, None = nothing."""
+    if member.isdir() or member.islnk():
+        return None
+    if member.isreg():
+        return "it is setuid or setgid" if member.mode & 0o6000 else None
+    if not member.issym():
+        return "it is a device or fifo"
+    up = re.sub(r"^(\.\./?|\./)*", "", member.linkname)   # `..` further on may leave by another link
+    folder = posixpath.join(posixpath.dirname(inside), posixpath.dirname(member.name))
+    target = posixpath.normpath(posixpath.join(folder, member.linkname))
+    if ".." in up.split("/") or not f"{target}/".startswith(tuple(f"{folder}/" for folder in (inside, *SHARED))):
+        return f"it is a link out of the workspace, to {member.linkname}"
 
 
 def _anonymous(member):
@@ -337,7 +497,14 @@ def _faults(what):
 
 # ---- Docker ----
 
-_LOCK = threading.Lock()   # one image build or pull at a time
+@contextlib.contextmanager
+def _locked(name):
+    """One at a time for this name, in all threads and processes of this user."""
+    folder = Path(tempfile.gettempdir()) / f"harness-rl-locks-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with open(folder / hashlib.sha256(name.encode()).hexdigest()[:16], "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
@@ -367,27 +534,40 @@ class Docker(Sandbox):
 
     def _start(self):
         binds = [*self.runtimes.items(), *([(self.socket, SOCKET)] if self.socket else [])]
-        image = _image(self.env)
-        self.workdir = self.env.workdir or image["Config"]["WorkingDir"] or "/"
-        self.container = f"harness-rl-{_safe(self.run_id)}-{_safe(self.name)}-{uuid.uuid4().hex[:8]}"
-        _client().containers.create(
-            image["Id"], name=self.container, hostname="sandbox", working_dir=self.workdir, environment=self.env.env,
-            labels={"harness_rl.run": _safe(self.run_id), "harness_rl.owner": _owner(os.getpid())},
+        found = image(self.env)
+        self.workdir = self.env.workdir or found["Config"]["WorkingDir"] or "/"
+        self.container = f"harness-rl-{_safe(self.run_id)}-{_safe(self.name)[-80:]}-{uuid.uuid4().hex[:8]}"
+        labels = {"harness_rl.run": _safe(self.run_id), "harness_rl.owner": _owner(os.getpid())}
+        made = _client().containers.create(
+            found["Id"], name=self.container, hostname="sandbox", working_dir=self.workdir, environment=self.env.env,
+            labels=labels,
             # A shell as process 1: it reaps orphans, ignores TERM and, unlike tini, outlives `kill -9 -1`.
             entrypoint=["/bin/sh", "-c", "trap '' HUP INT QUIT TERM; while :; do sleep 86400 & wait $!; done"],
             # What root needs for ordinary work on files of any owner, and to start or end services as another user
             # (su, pkill). Left out: device nodes, raw sockets, chroot, file capabilities, audit.
             cap_drop=["ALL"], cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL"],
-            security_opt=["no-new-privileges"], network_mode="none", log_config={"type": "none"},
+            security_opt=["no-new-privileges"], log_config={"type": "none"},
+            **({"network": _bridge(self.run_id, labels)} if self.env.internet else {"network_mode": "none"}),
             mounts=[docker.types.Mount(inside, str(Path(host).resolve()), "bind", True) for host, inside in binds],
+            ulimits=[docker.types.Ulimit(name=name, soft=most, hard=most)
+                     for name, most in (("nofile", OPEN_FILES), ("core", 0), ("fsize", self.disk_mb << 20))],
             mem_limit=f"{self.memory_mb}m", memswap_limit=f"{self.memory_mb}m", nano_cpus=int(self.cpus * 1e9),
             pids_limit=self.pids, command=[])
         _client().api.start(self.container)
+        upper = Path((made.attrs["GraphDriver"]["Data"] or {}).get("UpperDir", "/nowhere"))
+        self.upper = upper if upper.is_dir() else None   # where its files lie, if the daemon's disk can be looked at
 
-    def _run(self, argv, env, cwd):
+    def _place(self):
+        return self.upper.parents[1] if self.upper else super()._place()
+
+    def _written(self):
+        return {"/": self.upper} if self.upper else {}
+
+    def _run(self, argv, env, cwd, user=""):
         api = _client().api
         argv = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *argv]   # one stream: else stdout and stderr change places
-        create = functools.partial(api.exec_create, self.container, argv, environment=env, workdir=cwd)
+        create = functools.partial(api.exec_create, self.container, argv, environment=env, workdir=cwd,
+                                   user=user)
         try:
             exec_id = create()["Id"]
         except docker.errors.APIError as error:
@@ -411,6 +591,22 @@ class Docker(Sandbox):
         with _faults(f"kill {self.name}"):
             _client().api.restart(self.container, timeout=0)
 
+    def freeze(self):
+        """End every process for good: files can be read, nothing runs any more."""
+        with _faults(f"freeze {self.name}"), contextlib.suppress(docker.errors.APIError):   # 409: it does not run
+            _client().api.kill(self.container)
+
+    @contextlib.contextmanager
+    def snapshot(self):
+        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block."""
+        with _faults(f"snapshot of {self.name}"):   # the image has the container's labels
+            made = _client().api.commit(self.container, "harness-rl/snapshot", uuid.uuid4().hex)["Id"]
+        try:
+            yield dataclasses.replace(self.env, base=made, dockerfile=None, copies=[])
+        finally:
+            with contextlib.suppress(docker.errors.APIError):
+                _client().api.remove_image(made, force=True)
+
     def stop(self):
         """Remove the container with all that it holds; may be called twice, and from another thread than exec."""
         if self.container:
@@ -428,18 +624,28 @@ class Docker(Sandbox):
         return _spool(chunks, f"{inside} in {self.name}")
 
 
-def _image(env):
+def _bridge(run_id, labels):
+    """The name of the run's own network: to the outside, not to each other."""
+    name = f"harness-rl-{_safe(run_id)}"
+    with _locked(name):
+        if not _client().api.networks(names=[f"^{name}$"]):
+            apart = {"com.docker.network.bridge.enable_icc": "false"}
+            _client().api.create_network(name, "bridge", apart, labels=labels)
+    return name
+
+
+def image(env):
     """The image to start from (what `docker image inspect` says): local, else built or pulled, once."""
-    with _LOCK:
-        name, context = _context(env) if env.dockerfile else (env.base, None)
-        try:
+    name, context = _context(env) if env.dockerfile else (env.base, None)
+    with _locked(name):
+        with contextlib.suppress(docker.errors.ImageNotFound):
             return _client().api.inspect_image(name)
-        except docker.errors.ImageNotFound:
-            pass
+        begin = time.monotonic()
+        print(f"task {env.task}: {'building' if context else 'pulling'} image {name[:40]}", file=sys.stderr, flush=True)
         try:
             if context:
                 _client().images.build(fileobj=context, custom_context=True, dockerfile=".harness-rl", tag=name,
-                                       rm=True, forcerm=True, timeout=3600)
+                                       rm=True, forcerm=True, timeout=env.build_timeout_s)
             else:
                 _client().images.pull(name)
         except docker.errors.BuildError as error:
@@ -451,6 +657,7 @@ def _image(env):
                 f"task {env.task}: image {env.base} is not here and cannot be pulled; name a local image instead "
                 f"(--base_image {env.base}=harness-rl/base, made by: bash tasks/base_image.sh): {error.explanation}"
             ) from error
+        print(f"task {env.task}: image ready in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
         return _client().api.inspect_image(name)
 
 
@@ -480,10 +687,30 @@ FIXED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/r
 ETC = ("alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "localtime", "os-release", "services")
 
 
+def _bytes(folder):
+    """What the files below a folder take on the disk; those that vanish meanwhile count nothing."""
+    total = 0
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+                total += _bytes(entry.path) if entry.is_dir(follow_symlinks=False) else 0
+    return total
+
+
 def _remove_folder(folder):
     if os.geteuid():   # the processes inside may have taken our right to enter their folders
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(40):   # what runs inside may still write for the moment that it takes to die
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            break
+        time.sleep(0.05)
+
+
+def _copy(source, target):
+    """A folder with all that is in it; links are copied, not followed."""
+    subprocess.run(["cp", "-a", "--reflink=auto", f"{source}/.", target], check=True)
 
 
 def _folders(copies):
@@ -508,6 +735,8 @@ class Bubblewrap(Sandbox):
 
     def _start(self):
         task, base = f"task {self.env.task}:", self.env.base
+        if self.env.internet:
+            raise SandboxError(f"{task} bubblewrap has no network of its own to give; use --sandbox docker")
         if self.env.dockerfile:
             raise SandboxError(f"{task} bubblewrap builds no image, and its Dockerfile needs one "
                                f"({self.env.build_line}); use --sandbox docker")
@@ -521,7 +750,10 @@ class Bubblewrap(Sandbox):
         self.folder = Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(self.run_id)}_{_owner(os.getpid())}_"))
         # as root: a user id that is unique while the folder lives
         self.uid = os.geteuid() or (1 << 30) + self.folder.stat().st_ino % (1 << 30)
-        self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies)])
+        self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies), *self.env.layers])
+        for inside, layer in self.env.layers.items():
+            _copy(layer, self.mounts[inside])
+            subprocess.run(["chown", "-hR", f"{self.uid}:{self.uid}", self.mounts[inside]], check=True)
         for name, text in {"passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{self.uid}:{self.uid}::/root:/bin/bash\n",
                            "group": f"root:x:0:\nagent:x:{self.uid}:\n", "hosts": "127.0.0.1 localhost sandbox\n",
                            "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n"}.items():
@@ -569,22 +801,31 @@ class Bubblewrap(Sandbox):
         if not os.geteuid():
             words += ["/usr/bin/setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups"]
         # data, not address space: node and the like reserve far more than they use
-        files = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        words += ["/usr/bin/prlimit", f"--data={self.memory_mb << 20}", f"--nproc={self.pids}", f"--fsize={10 << 30}",
-                  f"--nofile={files}", "--core=0", "--", "/usr/bin/env", "-i", *(f"{k}={v}" for k, v in env.items())]
+        files = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        words += ["/usr/bin/prlimit", f"--data={self.memory_mb << 20}", f"--nproc={self.pids}",
+                  f"--fsize={self.disk_mb << 20}", f"--nofile={files}", "--core=0", "--",
+                  "/usr/bin/env", "-i", *(f"{k}={v}" for k, v in env.items())]
         return [str(word) for word in words]
 
-    def _run(self, argv, env, cwd, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT):
+    def _run(self, argv, env, cwd, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, user=""):
         with self.lock:   # nothing starts once stop() has run
             if not self.folder:
                 raise SandboxError(f"{self.name} is stopped")
             process = subprocess.Popen(self._bwrap(cwd, DEFAULTS | self.env.env | env) + argv, env={}, stdin=stdin,
-                                       stdout=subprocess.PIPE, stderr=stderr)
+                                       stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
             self.running = [p for p in self.running if p.poll() is None] + [process]
 
         def chunks():
-            with process.stdout:
-                yield from iter(lambda: process.stdout.read1(1 << 16), b"")
+            with process.stdout as pipe:
+                (wait := select.poll()).register(pipe)
+                while process.poll() is None or wait.poll(200):
+                    if wait.poll(200):
+                        if not (chunk := os.read(pipe.fileno(), 1 << 16)):
+                            return
+                        yield chunk
+                # bwrap was killed while it set up: its child, which holds the pipe, would wait for it for ever
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         return chunks(), process.poll
 
     def kill(self):
@@ -598,6 +839,25 @@ class Bubblewrap(Sandbox):
                     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                         os.kill(int(child), signal.SIGKILL)
                 process.kill()
+
+    def freeze(self):
+        """End every process: what was started has ended with its exec."""
+        self.kill()
+
+    def _written(self):
+        return self.mounts
+
+    @contextlib.contextmanager
+    def snapshot(self):
+        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block."""
+        folder = Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(self.run_id)}_{_owner(os.getpid())}_"))
+        try:
+            layers = {inside: folder / host.name for inside, host in self.mounts.items()}
+            for inside, layer in layers.items():
+                _copy(self.mounts[inside], layer)
+            yield dataclasses.replace(self.env, copies=[], layers=layers)
+        finally:
+            _remove_folder(folder)
 
     def stop(self):
         """Remove the folder with all that it holds; may be called twice, and from another thread than exec."""

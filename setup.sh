@@ -51,6 +51,8 @@ fi
 if [ "${1:-}" = docker ]; then
   command -v debootstrap >/dev/null || packages debootstrap
   command -v bwrap >/dev/null || packages bubblewrap
+  command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || (packages chromium-headless-shell) ||
+    say "no Chromium: the tests of viewer.py's page are skipped"
   if ! daemon; then
     command -v dockerd >/dev/null || packages docker.io iptables
     [ "$(id -u)" = 0 ] || fail "no Docker daemon answers; start it:  sudo service docker start"

@@ -60,6 +60,10 @@ class Config:
     harness: str = "bash"                # harnesses to train through, with commas
     sandbox: str = "auto"                # auto, docker, bubblewrap
     base_image: str = ""                 # NAME=LOCAL,...: local images in the place of others
+    verify: str = "auto"                 # auto, strict, compat, history: how rollouts are verified, see rollout.py
+    off: str = ""                        # defences left out, with commas: git, tools, links, tamper
+    internet: str = "refuse"             # tasks that ask for internet access: refuse, off (run without), on
+    reward_weights: str = ""             # NAME=WEIGHT,...: of a reward.json of several rewards
     num_parallel: int = 32               # rollouts at once, a rank
     max_calls: int = 0                   # calls of a rollout, then it is overlong (0 = no limit)
     max_rollout_tokens: int = 0          # sampled tokens of a rollout, then it is overlong (0 = no limit)
@@ -117,6 +121,7 @@ class Config:
     save_every: int = 10                 # RL steps between saved states, for --resume (0 = never)
     keep_saved: int = 2         # states kept, the latest: 12 bytes a weight, as much for a critic, 4 for a reference
     checkpoint: bool = True              # save the last weights in Hugging Face form, a critic's in its folder critic
+    save_tokens: bool = True             # each trained token's log-probabilities and advantage, a file a step (viewer)
 
 
 def parse(argv=None) -> Config:
@@ -135,6 +140,7 @@ def parse(argv=None) -> Config:
 
 def check(cfg: Config):
     choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"),
+               "verify": ("auto", *rollout.VERIFY), "internet": ("refuse", "off", "on"),
                "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
                "baseline": ("batch", "none"), "keep": ("all", "longest_leaf")}
     for name, allowed in choices.items():
@@ -144,6 +150,8 @@ def check(cfg: Config):
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",
                  "eval_n", "max_model_len", "keep_saved"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
+    rollout.weights(cfg.reward_weights)
+    assert set(cfg.off.split(",")) <= {"", *rollout.DEFENCES}, f"--off {cfg.off}: some of {', '.join(rollout.DEFENCES)}"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
     assert 0 < cfg.priority_floor <= 1, f"--priority_floor {cfg.priority_floor}: above 0, at most 1"
     assert not cfg.check_packing or cfg.dtype == "float32", (
@@ -406,6 +414,17 @@ def fidelity(batch: Batch, logp_old, seen, rollouts: list, max_gap: float) -> di
     return out
 
 
+def save_tokens(file: Path, rollouts: list, trees: list, batch: Batch, seen, **columns):
+    """What training made of each trained token, for viewer.py: columns (N,) float32, NaN where not computed; rollout
+    (N,) into id and started_s (R,), call (N,), pos (N,) index into that call's prompt and sampled ids."""
+    file.parent.mkdir(exist_ok=True)
+    call, pos = (np.concatenate([a for t in trees for a in getattr(t, k)] or [[]]) for k in ("call", "trained"))
+    columns = {k: np.where(seen | (k == "adv"), v, np.nan).astype(np.float32) for k, v in columns.items()}
+    np.savez_compressed(file, id=np.array([r.id for r in rollouts], dtype=str), rollout=batch.rollout.int(),
+                        started_s=[r.started_s for r in rollouts], call=call.astype(np.int32),
+                        pos=pos.astype(np.int32), **columns)
+
+
 def tied(model) -> set:
     """Names of the parameters that are others under a second name (an output head tied to the embeddings)."""
     return {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
@@ -463,10 +482,10 @@ def main(cfg: Config):
     for name in names * is_live: harnesses.load(name).mounts()      # builds the runtimes
     kind = sandbox.choose(cfg.sandbox) if is_live else "recorded"
     model_dir = boundary.resolve_model(cfg.model, cfg.max_model_len)
-    train_tasks = rollout.load_tasks(cfg.tasks, base)
+    train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
     assert cfg.tasks_per_step <= len(train_tasks), (
         f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks")
-    eval_sets = {Path(d).name: rollout.load_tasks(d, base) for d in cfg.eval_tasks.split(",") if d}
+    eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -577,7 +596,8 @@ def main(cfg: Config):
     # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
     clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
 
-    def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False) -> dict:
+    def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False,
+               tokens_file=None) -> dict:
         """rollouts: all ranks' alike; rewards (R,) float32, group_of (R,) long; None: supervised. -> metrics. Leaves
         the weights alone where the fidelity gate refuses."""
         nonlocal is_checked
@@ -587,6 +607,7 @@ def main(cfg: Config):
         R, N = len(rollouts), len(batch.rollout)
         norm = algos.token_weights(batch.rollout, R, cfg.loss_mean)
         seen, old = torch.zeros(N, dtype=torch.bool), {k: torch.zeros(N) for k in ("logp", "value", "ref")}
+        now = torch.full((N,), math.nan)                    # logp as last computed
         sums, m = {}, {"tokens/unique": 0, "tokens/flat": sum(t.num_flat for t in trees), "tokens/trained": N}
         for t in trees:
             for cause, (count, cost) in t.forks.items():
@@ -644,7 +665,8 @@ def main(cfg: Config):
                     s = {"tokens": torch.tensor(len(index)), "unique": torch.tensor(num_unique)}
                     if not is_value_only:
                         logp, entropy = (x[where] for x in policy(forest, cfg.temperature))
-                        if num_updates == 1: old["logp"][index], seen[index] = logp.detach().cpu(), True
+                        now[index] = logp.detach().cpu()
+                        if num_updates == 1: old["logp"][index], seen[index] = now[index], True
                         if is_supervised: loss, s["nll"] = -(norm_t * logp).sum() / denom, -logp.detach().sum()
                         else:
                             old_t, logp_rollout_t = here(old["logp"]), here(batch.logp_rollout)
@@ -676,6 +698,10 @@ def main(cfg: Config):
                 for _, _, its_opt in learners:              # when all are known to be finite
                     its_opt.step()
                     its_opt.zero_grad()
+        if tokens_file:
+            for part in gather(now, world): now = torch.where(part.isnan(), now, part)
+            if rank == 0:
+                save_tokens(tokens_file, rollouts, trees, batch, seen, logp_old=old["logp"], logp=now, adv=adv)
         totals = Counter()
         for s in gather(sums, world): totals.update(s)
         m |= {"tokens/unique": totals["unique"] / num_epochs, "train/lr": lr}
@@ -707,6 +733,8 @@ def main(cfg: Config):
 
         def run():
             runner = rollout.Runner(scripted or engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
+                                    verify=cfg.verify, off=[x for x in cfg.off.split(",") if x],
+                                    reward_weights=rollout.weights(cfg.reward_weights),
                                     num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
                                     max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
             known = [recorded(rollout.record_path(source, job)) for job in mine]
@@ -806,13 +834,17 @@ def main(cfg: Config):
             if cfg.max_resample: judged &= torch.isin(group_of, informative[:num_wanted])
             lr = cfg.lr * min(1., max(0, step - first_step + 1) / max(1, cfg.lr_warmup_steps))
             m = update([r for r, is_in in zip(rollouts, judged) if is_in], version, lr, rewards[judged],
-                       group_of[judged], is_value_only=step < first_step) if judged.any() else {}
+                       group_of[judged], is_value_only=step < first_step,
+                       tokens_file=out / "tokens" / f"step-{step:04}.npz" if cfg.save_tokens else None,
+                       ) if judged.any() else {}
             took("train")
             version += 1
             renew()
             took("weights")
             s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
-            num_groups = len(jobs) // cfg.group_size
+            num_groups, sampled = len(jobs) // cfg.group_size, sum(len(c.sampled_ids) for c in calls)
+            lengths = [max([len(c.prompt_ids) + len(c.sampled_ids) for c in r.calls], default=0) for r in rollouts]
+            per_harness = Counter(f"outcome/{j.harness}/{r.outcome}" for j, r in zip(jobs, rollouts) if len(names) > 1)
             stage = lambda name: sum(r.seconds.get(name, 0.) for r in rollouts)
             m |= {"phase": "rl", "step": step, "reward/mean": rewards.nanmean().item(), "reward/solved": s["pass_rate"],
                   **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item()
@@ -822,8 +854,12 @@ def main(cfg: Config):
                   "groups/rounds": turn + 1,
                   "groups/bushy_rollouts": int(rewards.isnan().sum()) - sum(r.reward is None for r in rollouts),
                   "reward/calls": sum(sum(r.call_rewards or ()) for r in rollouts) / len(rollouts),
-                  **{f"outcome/{k}": v for k, v in s["outcomes"].items()},
-                  "calls/num": len(calls), "calls/sampled_tokens": sum(len(c.sampled_ids) for c in calls),
+                  **{f"outcome/{k}": v for k, v in s["outcomes"].items()}, **per_harness,
+                  "tamper/rollouts": sum("tamper" in r.more for r in rollouts),
+                  "length/context_mean": sum(lengths) / len(lengths), "length/context_max": max(lengths),
+                  "length/reply_mean": sampled / max(1, len(calls)),
+                  "calls/num": len(calls), "calls/sampled_tokens": sampled,
+                  "tamper/left_out": sum(len(r.more.get("left_out", [])) for r in rollouts),
                   "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
                   "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
                   "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify"),

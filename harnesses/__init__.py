@@ -97,9 +97,9 @@ def load(name: str) -> Harness:
     return importlib.import_module(f"harnesses.{name}").HARNESS
 
 
-def interpreter(minimum: str) -> tuple[str, Path, Path]:
+def interpreter(minimum: str, may_install=True) -> tuple[str, Path, Path]:
     """(version, binary, standard library) of a Python of at least this version: the running one if it will do, or one
-    that stands on PATH, or was installed by pyenv or uv."""
+    that stands on PATH, or was installed by pyenv or uv; else one that uv installs now."""
     versions = [f"python3.{minor}" for minor in range(int(minimum.partition(".")[2]), 20)]
     found = [path for name in versions for path in (
         shutil.which(name), *Path.home().glob(f".pyenv/versions/*/bin/{name}"),
@@ -109,7 +109,15 @@ def interpreter(minimum: str) -> tuple[str, Path, Path]:
         answer = subprocess.run([path, "-c", ask], capture_output=True, text=True).stdout.splitlines()
         if len(answer) == 3 and int(answer[0].split(".")[1]) >= int(minimum.partition(".")[2]):
             return answer[0], Path(answer[1]).resolve(), Path(answer[2])
-    raise FileNotFoundError(f"no Python >= {minimum} is here; try: pip install uv && uv python install {minimum}")
+    try:
+        assert may_install, "after its installation it is still not found"
+        with tempfile.TemporaryDirectory() as tools:
+            install([sys.executable, "-m", "pip", "install", "--quiet", "--target", tools, UV], UV)
+            install([f"{tools}/bin/uv", "python", "install", minimum], f"Python {minimum} with uv")
+        return interpreter(minimum, may_install=False)
+    except (AssertionError, RuntimeError) as error:
+        raise FileNotFoundError(f"no Python >= {minimum} is here; install one (apt-get, pyenv, conda) such that "
+                                f"python{minimum} stands on PATH: {error}") from None
 
 
 @functools.cache

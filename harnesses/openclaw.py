@@ -21,6 +21,7 @@ HARNESS = Harness(
     argv=launch({"openclaw.json": json.dumps(CONFIG)},
                 NODE, CLI, "agent", "--local", "--agent", "main", "--message", "@INSTRUCTION@", "--json"),
     env={"OPENCLAW_STATE_DIR": "@STATE@", "OPENCLAW_CONFIG_PATH": "@STATE@/openclaw.json",
+         "NODE_DISABLE_COMPILE_CACHE": "1",             # it would write 5,000 files at each start
          "XDG_CACHE_HOME": "@STATE@/cache", "OPENCLAW_SKIP_CHANNELS": "1", "OPENCLAW_SKIP_CRON": "1"},
     needs=("python", "node"),
     package="npm:openclaw@2026.9.6",

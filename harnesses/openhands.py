@@ -12,7 +12,8 @@ from openhands.sdk import LLM, Conversation
 from openhands.tools.preset.default import get_default_agent
 llm = LLM(model="openai/policy", base_url="http://127.0.0.1:8000/v1", api_key="none", usage_id="agent", timeout=36000,
           max_input_tokens=@CONTEXT_TOKENS@ - @REPLY_TOKENS@, max_output_tokens=@REPLY_TOKENS@)
-conversation = Conversation(get_default_agent(llm=llm, cli_mode=True), workspace=".", visualizer=None)
+conversation = Conversation(get_default_agent(llm=llm, cli_mode=True), workspace=".", visualizer=None,
+                            callbacks=[lambda event: print(event.model_dump_json(), flush=True)])      # a transcript
 conversation.send_message(sys.stdin.read())
 conversation.run()
 print("status", conversation.state.execution_status.value)

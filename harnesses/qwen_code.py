@@ -12,14 +12,14 @@ CLI = f"{MODULES}/@qwen-code/qwen-code/cli-entry.js"
 GENERATION = {"contextWindowSize": "@CONTEXT_TOKENS@", "timeout": 36000000}
 SETTINGS = {"$version": 3, "general": {"enableAutoUpdate": False, "disableAutoUpdate": True},
             "privacy": {"usageStatisticsEnabled": False}, "telemetry": {"enabled": False},
-            "security": {"auth": {"selectedType": "openai"}}, "model": {"generationConfig": GENERATION}}
+            "security": {"auth": {"selectedType": "openai", "apiKey": "none", "baseUrl": "http://127.0.0.1:8000/v1"}},
+            "model": {"name": "policy", "generationConfig": GENERATION}}
 
 HARNESS = Harness(
     name="qwen_code",
     argv=launch({"settings.json": json.dumps(SETTINGS)},
                 NODE, CLI, "--yolo", "--auth-type", "openai", "--output-format", "stream-json"),
-    env={"QWEN_HOME": "@STATE@", "OPENAI_BASE_URL": "http://127.0.0.1:8000/v1", "OPENAI_API_KEY": "none",
-         "OPENAI_MODEL": "policy", "QWEN_CODE_MAX_OUTPUT_TOKENS": "@REPLY_TOKENS@",
+    env={"QWEN_HOME": "@STATE@", "QWEN_CODE_MAX_OUTPUT_TOKENS": "@REPLY_TOKENS@",
          "QWEN_STREAM_IDLE_TIMEOUT_MS": "36000000", "QWEN_STREAM_MAX_LIFETIME_MS": "36000000"},
     needs=("python", "node"),
     package="npm:@qwen-code/qwen-code@0.24.4",

@@ -1,4 +1,5 @@
 """What the tests of the model's side share: a tiny random model, engines over it, clients, tasks. All of it real."""
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -77,6 +78,20 @@ def real(tiny):
     import proxy
     with proxy.Proxy(tiny, max_model_len=1024, engine="vllm", engine_args=ENGINE) as p:
         yield p
+
+
+@contextlib.contextmanager
+def engine_prompts(proxy):
+    """-> list that fills with the token ids of each prompt that the engine is given."""
+    core, given = proxy.engine.engine_core, []
+
+    class Spy(type(core)):
+        async def add_request_async(self, request):
+            given.append(list(request.prompt_token_ids))
+            await super().add_request_async(request)
+    core.__class__ = Spy
+    try: yield given
+    finally: core.__class__ = Spy.__bases__[0]
 
 
 @pytest.fixture

@@ -283,7 +283,8 @@ def test_forks_at_each_turn_stay_cheap_to_tell_apart():
     for i in range(50):
         prompt = Ids("i", [*history, 7, 7, 7, 2, 9])
         before = sum(looked)
-        assert graft.graft(prompt, calls, {c.id: None for c in calls}, {2}, str, "canonical")[2] == (i and "unknown" or None)
+        _, _, cause = graft.graft(prompt, calls, {c.id: None for c in calls}, {2}, str, "canonical")
+        assert cause == ("unknown" if i else None)
         assert sum(looked) - before < 100 * (i + 1)
         calls.append(tree.Call(i, "main", None, prompt, prompt, Ids("i", [5, 2]), [0., 0.], "stop"))
         history = Ids("i", [*history, 2, 9, 5, 2, 8, 8, 8, 2, 9])

@@ -1,5 +1,8 @@
-"""Real harnesses, unmodified, live: each through the scripted engine and a bubblewrap sandbox to reward 1."""
+"""Real harnesses, unmodified, live, in real sandboxes without network; only the model's words are scripted. `-s` prints
+what each rollout came to."""
 import json
+import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,45 +12,179 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conftest import ENGINE, make_task
+from conftest import ENGINE, engine_prompts, make_task
 
+import graft
 import harnesses
 import proxy
 import rollout
+import tree
 
-CONTEXT_TOKENS = 131072
+CONTEXT_TOKENS, REPLY_TOKENS = 131072, 250
+ASKED = "Look at here.txt, then write out.txt."
 LIGHT, HEAVY = ("pi", "codex", "claude_code", "opencode", "qwen_code"), ("mini_swe_agent", "openhands", "openclaw")
-COMMANDS = ["cat here.txt && echo \"größe: ✓ 'a' \\\\ $((1 + 1))\" > out.txt",
-            "test -z \"$INSTRUCTION$CONTEXT_TOKENS\" || rm out.txt; cat out.txt"]
-TEST = """
-if [ "$(ls -A /app | tr '\\n' ' ')" = "here.txt out.txt " ] && [ "$(cat /app/out.txt)" = "größe: ✓ 'a' \\\\ 2" ]
-then echo 1; else echo 0; fi > /logs/verifier/reward.txt"""
+slow = pytest.mark.slow
+heavy = lambda *names: [pytest.param(name, marks=slow) for name in names]
+FULL = f"This model's maximum context length is {CONTEXT_TOKENS} tokens. However, your prompt has {CONTEXT_TOKENS + 9}"
+LETTER = {"main": "m", "subagent": "s", "compaction": "c", "side": "d"}
+
+
+class Faults:
+    """Between the proxy and a harness's connections. plan: number of a request -> "full", refused as one that does not
+    fit, or "drop", whose answer breaks off: after a stream's first event, before another answer's body."""
+
+    def __init__(self, app): self.app, self.plan, self.num = app, {}, 0
+
+    async def __call__(self, scope, receive, send):
+        fault, self.num = self.plan.get(self.num), self.num + (scope.get("method") == "POST")
+        if fault == "full":
+            while (await receive()).get("more_body"): pass
+            return await proxy.answer_error(send, scope["path"], 400, FULL)
+        has_begun = False
+
+        async def cut(message):
+            nonlocal has_begun
+            if message["type"] == "http.response.body":
+                if has_begun or not message.get("more_body"): raise ConnectionResetError("as the test wants it")
+                has_begun = True
+            await send(message)
+        await self.app(scope, receive, cut if fault == "drop" else send)
 
 
 @pytest.fixture(scope="module")
-def runner(roomy, bubblewrap):
+def boundary(roomy):
     with proxy.Proxy(roomy, max_model_len=CONTEXT_TOKENS, engine="scripted", engine_args=ENGINE) as boundary:
-        yield rollout.Runner(boundary, bubblewrap, "test-harnesses", num_parallel=1)
+        boundary.uvicorn.loaded_app = boundary.faults = Faults(boundary.uvicorn.loaded_app)
+        yield boundary
 
 
-@pytest.mark.parametrize("name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.slow) for name in HEAVY)])
-def test_live(name, runner, tmp_path):
-    """Would catch a runtime that lacks something in the sandbox, a configuration that the harness ignores or leaves in
-    the workspace, a tool call that it does not run, and a launch that waits for the network or for a user."""
-    harness = harnesses.load(name)
-    script = harness.demonstrate(COMMANDS)
-    make_task(tmp_path / "task", "Look at here.txt, then write out.txt.", test=TEST)
-    task = rollout.load_task(tmp_path / "task", "task", {"debian:bookworm-slim": "host"})
-    harness.mounts()
-    started = time.time()
-    record = runner.run(rollout.Job(task, name, script=(f"I look first.\n{script[0]}", *script[1:])), tmp_path / "out")
-    log = (tmp_path / "out" / f"task.{name}.0.log").read_text()
-    print(name, record.outcome, record.reward, [(c.kind, c.cause, len(c.prompt_ids), c.finish) for c in record.calls],
-          f"first call {record.calls[0].received_s - started if record.calls else 0:.2f} s", json.dumps(record.more))
-    assert record.reward == 1 and record.outcome == "ok", (record, log)
-    assert len(record.calls) == len(script) and {c.kind for c in record.calls} == {"main"}, record
-    if name != "openclaw":          # it ends each request with a message that it does not keep: every turn forks
-        assert [c.cause for c in record.calls] == [None] * len(script), record
+def play(boundary, kind, name, tmp_path, script=None, test="echo 1", toml="", plan=(), **options):
+    """One rollout of a harness -> its record, with the log. test: its output is the reward. Its prompts are those that
+    the engine got, each once, and its forks have causes."""
+    place = {"docker": "harness-rl/base", "bubblewrap": "host"}[kind]
+    folder = make_task(tmp_path / "task", ASKED, test=f"( {test}\n) > /logs/verifier/reward.txt", toml=toml)
+    task = rollout.load_task(folder, "task", {"debian:bookworm-slim": place})
+    harnesses.load(name).mounts()                           # are built, if need be
+    if hasattr(boundary, "faults"): boundary.faults.plan, boundary.faults.num = dict(plan), 0
+    runner, started = rollout.Runner(boundary, kind, "test-harnesses", num_parallel=1, **options), time.time()
+    with engine_prompts(boundary) as given:
+        record = runner.run(rollout.Job(task, name, script=script), tmp_path / "out")
+    t, record.log = tree.build(record), (tmp_path / "out" / f"task.{name}.0.log").read_text()
+    print(f"\n{name} in {kind}: {record.outcome} {record.reward} {record.detail} {kinds(record)} {causes(record)}",
+          f"first call {record.calls[0].received_s - started if record.calls else math.nan:.2f} s,",
+          f"prompts {[len(c.prompt_ids) for c in record.calls]}, unique {t.num_unique} of {t.num_flat}, {t.forks}")
+    assert [c.prompt_ids for c in record.calls] == given and "unknown" not in t.forks, record
+    return record
+
+
+def kinds(record): return "".join(LETTER[c.kind] for c in record.calls)
+
+
+def causes(record): return [c.cause for c in record.calls]
+
+
+def text(boundary, ids): return boundary.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def said(boundary, record): return [text(boundary, c.sampled_ids) for c in record.calls]
+
+
+def shell(name): return lambda command: harnesses.load(name).demonstrate([command])[0]
+
+
+def call(tool, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+
+def rich(name):
+    """-> what the policy says: text and a call; two calls; arguments spelt oddly; a tool and an argument that there are
+    not; a reply of which the connection loses the first copy; one that is cut off; and last words, for those who ask
+    again then."""
+    sh = shell(name)
+    tool = json.loads(sh("x").split("\n")[1])["name"]
+    odd = json.dumps(f"printf %s {shlex.quote(ODD)} > out.txt").replace("\\u2713", "✓")
+    leaks = "env | grep -cE '^(INSTRUCTION|CONTEXT_TOKENS|[A-Z_]*API_KEY)=' > leaks"
+    return [f"I look first. ✓\n{sh('cat here.txt')}", sh("echo 1 > one; sleep 0.3") + "\n" + sh("echo 2 > two"),
+            sh("ODD").replace('"ODD"', f"  {odd} ").replace('{"name"', '{ "name"'), call("nosuchtool", x=1),
+            call(tool, nosuch="y"),
+            *[f"Cleaning.\n{sh(f'cat one two > both; rm one two; {leaks}; env')}"] * (1 + (name == "openclaw")),
+            "word " * 300,
+            *harnesses.load(name).demonstrate([])]
+
+
+# no tab in it: OpenHands types into a terminal, which completes words at one
+ODD = "größe: 😀 ✓ 'a' \\ $((1 + 1)) </tool> ."
+RICH = f"""cd /app; [ "$(ls -A | tr '\\n' ' ')" = "both here.txt leaks out.txt " ] && [ "$(cat leaks)" = 0 ] \\
+ && [ "$(tr '\\n' ' ' < both)" = "1 2 " ] && [ "$(cat out.txt)" = {shlex.quote(ODD)} ] && echo 1 || echo 0"""
+EDITED, REWRITTEN = "history_edited", "tool_call_rewritten"
+RICH_CAUSES = {"opencode": {4: REWRITTEN},                                  # an unknown tool is renamed
+               "mini_swe_agent": {4: EDITED, 5: EDITED, 7: EDITED}}         # a reply that it cannot use is dropped
+
+
+@pytest.mark.parametrize("name", [*LIGHT, *heavy(*HEAVY)])
+def test_what_a_policy_may_say(name, boundary, docker, tmp_path):
+    """Would catch a runtime that lacks something in a bare image, a configuration that is ignored, left in the
+    workspace or seen by the commands (keys, the launch's own variables), a tool call that is lost or damaged on its
+    way, a chain that breaks over what a harness does to unusual replies, a reply that is sampled twice because a
+    connection broke, a launch that waits for the network or a user, and an exit status that is taken at its word."""
+    script = rich(name)
+    record = play(boundary, docker, name, tmp_path, script, RICH, plan={5: "drop"}, max_tokens=REPLY_TOKENS)
+    assert (record.reward, record.outcome, record.more["exit_code"]) == (1, "ok", 0), (record, record.log)
+    num = len(script) - (name not in ("claude_code", "mini_swe_agent"))     # the others take a cut reply for the last
+    expected = [RICH_CAUSES.get(name, {}).get(i) for i in range(num)]
+    assert kinds(record) == "m" * num, record
+    if name == "openclaw": assert None not in causes(record)[1:]            # the last message goes at each turn
+    else: assert causes(record) == expected and (any(expected) or len(tree.build(record).paths) == 1), record
+    assert boundary.faults.num == num + (name != "openclaw")                # which asks otherwise after a fault
+    cut = [c.finish == "length" for c in record.calls]
+    assert cut == ["word word" in line for line in script[:num]], record
+    for line, got, is_cut in zip(script, said(boundary, record), cut): assert got == line or is_cut and got in line
+
+
+BROKEN = '<tool_call>\n{"name": "bash", "arguments": {"comm\n</tool_call>'
+SUMMARY = "<analysis>\nFine.\n</analysis>\n<summary>\nThe file out.txt was written, as it was asked for.\n</summary>"
+# what becomes of a request that does not fit: kinds of the calls; m alone: the run ends there
+FULL_RUNS = {"codex": "m", "opencode": "mcmm", "qwen_code": "mcmm"}
+
+
+@pytest.mark.parametrize("name", FULL_RUNS)
+def test_a_request_that_does_not_fit(name, boundary, bubblewrap, tmp_path):
+    """Would catch an error that harnesses do not know for a full context, a summary or what follows it typed as
+    something else, a reply with broken JSON that ends in an error, and outcomes by exit status: OpenCode ends with 1
+    after a compaction that went well."""
+    sh = shell(name)
+    script = [sh("echo one > out.txt; cat here.txt"), SUMMARY, sh("cat out.txt"), BROKEN, "Done.", "Done.", "Done."]
+    record = play(boundary, bubblewrap, name, tmp_path, script, "cat /app/out.txt | grep -c one", plan={1: "full"})
+    expected = FULL_RUNS[name]
+    assert kinds(record) == expected and record.reward == 1, (record, record.log)
+    assert record.outcome == ("ok" if len(expected) > 1 else "harness_error"), (record, record.log)
+    if len(expected) > 1: assert causes(record)[2] == "compaction", record
+
+
+SPAWN = {"claude_code": lambda what: call("Agent", description="look", prompt=what, subagent_type="general-purpose"),
+         "codex": lambda what: call("multi_agent_v1__spawn_agent", message=what),
+         "opencode": lambda what: call("task", description="look", prompt=what, subagent_type="general"),
+         "qwen_code": lambda what: call("agent", description="look", prompt=what, subagent_type="general-purpose")}
+
+
+@pytest.mark.parametrize("name", ["claude_code", "opencode", *heavy("codex", "qwen_code")])
+def test_subagents(name, boundary, bubblewrap, tmp_path):
+    """Would catch calls of two subagents, which may come between those of the main agent and each other's, that are
+    taken for its own or break its chain."""
+    sh, tasks = shell(name), ("Tell the red line of here.txt.", "Tell the blue line of here.txt.")
+    left = {ASKED: [SPAWN[name](tasks[0]) + "\n" + SPAWN[name](tasks[1]), sh("echo one > out.txt"), sh("cat here.txt")],
+            tasks[0]: [sh("cat here.txt"), "It says here."], tasks[1]: [sh("head -1 here.txt"), "It says here, too."]}
+    speaker = lambda c: next(who for who in left if who in text(boundary, c.template_ids))
+
+    def script(c): return left[speaker(c)].pop(0) if left[speaker(c)] else "Done."
+    record = play(boundary, bubblewrap, name, tmp_path, script, "grep -c one /app/out.txt")
+    assert record.reward == 1 and record.outcome == "ok", (record, record.log)
+    who = [speaker(c) for c in record.calls]
+    assert set(who) == set(left) and [c.kind == "main" for c in record.calls] == [w == ASKED for w in who], record
+    assert set(kinds(record)) == {"m", "s"} and len(tree.build(record).paths) == 1, record
+    for w in left:
+        own = [c.cause for c in record.calls if speaker(c) == w]
+        assert set(own[1:]) <= {None} and own[0] == (None if w == ASKED else "subagent"), record
 
 
 def test_launch(tmp_path):
@@ -74,3 +211,50 @@ def test_launch(tmp_path):
     assert words == [instruction] and asked == ""
     for folder in (state, seen["HOME"]):
         shutil.rmtree(folder)
+
+
+@slow
+def test_a_python_that_cannot_be_had():
+    """Would catch a machine without Python >= 3.12 on which OpenHands ends in a traceback: uv is asked for one, and
+    where it has none, too, the error says what to do."""
+    with pytest.raises(FileNotFoundError, match=r"no Python >= 3\.19 .*on PATH: .*uv: .*No download found"):
+        harnesses.interpreter("3.19")
+
+
+def test_what_is_a_final_answer(tmp_path):
+    """Would catch outcomes by exit status: a crash in mid-task that passes for its end, or the reverse."""
+    def has_final_answer(num_tools=3, num_tool_calls=0, finish="stop", refused=None, kind="main"):
+        session = proxy.Session("s", tmp_path / "s.jsonl", refused=refused)
+        session.seen = [proxy.Pending(session, 0., id=0, kind=kind, num_tools=num_tools, num_tool_calls=num_tool_calls)]
+        session.calls = [tree.Call(0, kind, None, [1], [1], [2], [-1.], finish)]
+        return session.has_final_answer()
+    assert has_final_answer() and not proxy.Session("s", tmp_path / "s.jsonl").has_final_answer()
+    for wrong in ({"num_tools": 0}, {"num_tool_calls": 1}, {"num_tool_calls": None}, {"finish": "length"},
+                  {"refused": "status 400: full"}, {"kind": "subagent"}): assert not has_final_answer(**wrong), wrong
+
+
+def test_a_spent_budget_is_told_once(tmp_path):
+    """Would catch a harness that is not ended when its budget is used up, or a timer that is started twice."""
+    told = []
+    session = proxy.Session("s", tmp_path / "s.jsonl", max_calls=1, when_spent=lambda: told.append(session.is_spent))
+    assert session.problem() is None and not session.is_spent
+    session.num_started = 1
+    for _ in range(3): assert session.problem() == "this session has used up its 1 calls"
+    assert told == [False] and session.is_spent
+
+
+def test_each_subagent_begins_as_one():
+    """Would catch the first call of a second subagent that is compared with those of another one: an edited history, it
+    would seem."""
+    def pending(id, kind, *said, continues=None):
+        messages = [{"role": r, "content": text} for r, text in zip(["system", "user", "assistant", "tool"], said)]
+        outline = graft.outline(messages, {})
+        return proxy.Pending(None, 0., id=id, kind=kind, continues=continues, tools="t", outline=outline)
+    seen = [pending(0, "main", "You work.", "Do it."), pending(1, "subagent", "You help.", "Read the red one.")]
+    other = pending(2, "subagent", "You help.", "Read the blue one.")
+    assert graft.cause_of(other, seen, "unknown") == "subagent"
+    seen.append(other)
+    later = pending(3, "subagent", "You help.", "Read the red one.", "I read.", "red", continues=1)
+    assert graft.cause_of(later, seen, None) is None
+    edited = pending(4, "subagent", "You help.", "Read the blue one.", "I never read.", "blue")
+    assert graft.cause_of(edited, seen, "unknown") == "history_edited"

@@ -492,7 +492,7 @@ def impatient(scripted):
     """A request may take 0.5 s."""
     scripted.read_s = 0.5
     yield scripted
-    scripted.read_s = 60.
+    scripted.read_s = 300.
 
 
 @contextlib.contextmanager
@@ -519,18 +519,18 @@ def drip(raw, pieces):
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n".encode()
 
 
-@pytest.mark.parametrize("sent", [b"", HEAD[:20], HEAD, HEAD + b"\r\n", HEAD + b'\r\n{"messages": ['])
+@pytest.mark.parametrize("sent", [HEAD[:20], HEAD, HEAD + b'\r\n{"messages": ['])
 def test_a_request_that_never_ends(impatient, connect, sent):
     """Would catch a connection that is held for ever by a request that stops half way or comes a byte at a time, and a
     body cut short that is answered by something that SDKs do not repeat: a frozen sandbox may be the reason."""
     session = connect(impatient, ["fine"])
-    if sent:
-        with raw_connection(session) as raw:                # silence
-            raw.sendall(sent)
-            said = b""
-            while piece := raw.recv(65536): said += piece
-        assert (b"408" in said) == (HEAD + b"\r\n" in sent) and b"x-should-retry" not in said
-    with raw_connection(session) as raw: drip(raw, (b"%c" % (HEAD + b"\r\n" + b" " * 5000)[i] for i in range(5000)))
+    with raw_connection(session) as raw:                    # silence
+        raw.sendall(sent)
+        said = b""
+        while piece := raw.recv(65536): said += piece
+    assert (b"408" in said) == (HEAD + b"\r\n" in sent) and b"x-should-retry" not in said
+    with raw_connection(session) as raw: drip(raw, (b"%c" % c for c in sent + b" " * 5000))
+    impatient.read_s = 60.                                  # this machine may be busy
     assert ask(connect.client(session)).status_code == 200 and len(session.calls) == 1
 
 
@@ -544,11 +544,14 @@ def test_limits_are_on_requests_not_on_replies(impatient, connect):
         with slow(impatient):
             raw.sendall(post + post[:-1])                   # the second waits for the first, its last byte for us
             time.sleep(2)
+            impatient.read_s = 60.                          # this machine may be busy
         got = b""
         while got.count(b"chat.completion") < 1: got += raw.recv(65536)
         raw.sendall(post[-1:])
         while got.count(b"chat.completion") < 2: got += raw.recv(65536)
+        impatient.read_s = 0.5
         time.sleep(1.5)
+        impatient.read_s = 60.
         raw.sendall(post)
         while got.count(b"chat.completion") < 3: got += raw.recv(65536)
     assert [c.finish for c in session.calls] == ["stop"] * 3 and got.count(b"HTTP/1.1 200") == 3
@@ -601,11 +604,12 @@ def test_a_failure_of_the_engine(scripted, connect, path, stream, how):
 
 @pytest.mark.parametrize("path, tools, choices", [
     (CHAT, TOOLS, ["required", {"type": "function", "function": {"name": "run"}}]),
-    (MESSAGES, [{"name": "run", "input_schema": {"type": "object"}}], [{"type": "any"}, {"type": "tool", "name": "run"}]),
+    (MESSAGES, [{"name": "run", "input_schema": {"type": "object"}}],
+     [{"type": "any"}, {"type": "tool", "name": "run"}]),
     (RESPONSES, [{"type": "function"} | TOOLS[0]["function"]], ["required", {"type": "function", "name": "run"}])])
 def test_a_forced_tool_is_not_heeded_and_on_record(scripted, connect, path, tools, choices):
-    """Would catch a reply of plain words that is made into a call of the forced tool, one of several calls that is lost,
-    and a record that does not tell that the harness asked for what the policy did not have to do."""
+    """Would catch a reply of plain words that is made into a call of the forced tool, one of several calls that is
+    lost, and a record that does not tell that the harness asked for what the policy did not have to do."""
     twice = f"{TOOL_CALL}\n{TOOL_CALL}"
     session = connect(scripted, ["plain words", twice] * 4)
     body = {"model": "policy", "messages": USER, "input": USER, "max_tokens": 300, "tools": tools}
@@ -616,9 +620,8 @@ def test_a_forced_tool_is_not_heeded_and_on_record(scripted, connect, path, tool
             assert words.status_code == calls.status_code == 200 and "plain words" in words.text, words.text
             assert "arguments" not in words.text.replace('"arguments":""', "") and "tool_use" not in words.text
             assert len(re.findall(r'"(?:call_id|id)"\s*:\s*"((?:chatcmpl-tool|call|toolu)[-_]\w+)"', calls.text)) >= 2
-    asked = [c.sampling["tool_choice"] for c in tree.read(session.record).calls]
-    assert asked == ["required"] * 4 + ["run"] * 4
-    assert connect.client(session).post(path, json=body | {"tool_choice": "auto"}).status_code == 400    # script used up
+    asked = [str(c.sampling["forced"]) for c in tree.read(session.record).calls]
+    assert asked[:4] == ["required"] * 4 and all("'run'" in x for x in asked[4:]) and len(asked) == 8
 
 
 def test_routing_of_experts(scripted, connect):
@@ -632,7 +635,8 @@ def test_routing_of_experts(scripted, connect):
         async def add_request_async(self, request):
             ids = [*scripted.tokenizer.encode("a b c"), scripted.tokenizer.eos_token_id]
             num = len(request.prompt_token_ids) + len(ids) - 1 - (session.num_started == 3)
-            out = EngineCoreOutput(request.request_id, ids, finish_reason=FinishReason.STOP, routed_experts=experts(num))
+            out = EngineCoreOutput(request.request_id, ids, finish_reason=FinishReason.STOP,
+                                   routed_experts=experts(num))
             self.outputs.put_nowait(EngineCoreOutputs(outputs=[out], timestamp=time.monotonic()))
     core.__class__, messages = Mixture, LONG
     try:
@@ -674,12 +678,14 @@ def test_hostile_bodies(scripted, connect, path):
         assert answer.status_code >= 400 and isinstance(error["message"], str), body[:200]
         assert (answer.json().get("type") == "error") == path.startswith(MESSAGES), body[:200]
         assert "Traceback" not in answer.text
-    assert client.post(path, content=b" " * (proxy.MAX_BODY_BYTES + 1)).status_code == 413
+    answer = client.post(path, content=b" " * (proxy.MAX_BODY_BYTES + 1))
+    assert answer.status_code == 413 and answer.headers["x-should-retry"] == "false"
     assert ask(client).status_code == 200
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-                    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3), max_leaves=8)
+                    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3),
+                    max_leaves=8)
 NAMES = st.sampled_from(["model", "stream", "input", "messages", "tools", "echo", "priority", "chat_template", "x",
                          "encrypted_content"])
 escape = lambda text: "".join(f"\\u{ord(c):04x}" for c in text)
@@ -1023,7 +1029,7 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
         shared = {n: p.detach().clone().share_memory_() for n, p in model.named_parameters()}
         handles = pickle.dumps([(n, reduce_tensor(p)) for n, p in shared.items()])
         real.call(real.engine.collective_rpc("load_handles", args=(handles,)))           # and nothing is cleared
-    ill, well = talk("List", 0.6 if fault == "temperature" else 1.), talk("Count")
+    ill, well = talk("List", 0.6 if fault == "temperature" else 1.), talk(f"For {fault} count")
     if shared: hand_over(real, old, version + 1)
     ill.harness, well.harness, call = "ill", "well", ill.calls[1]
     if fault == "shift": call.logp_rollout = call.logp_rollout[1:] + call.logp_rollout[:1]
@@ -1074,18 +1080,20 @@ def test_a_client_that_leaves(real, connect, stream):
     """Would catch a call that goes on sampling for nobody after its grace, or one that is lost: it must stand in the
     record as aborted, with what was sampled, once, and not be trained."""
     session, real.grace_s = connect(real), 0.2
-    started = time.monotonic()
-    with pytest.raises(httpx.ReadTimeout):
-        body = {"model": "policy", "messages": USER, "stream": stream}
-        with connect.client(session).stream("POST", CHAT, json=body, timeout=0.3) as answer:
-            for _ in answer.iter_lines():
-                if time.monotonic() - started > 0.3: raise httpx.ReadTimeout("enough")
-    while not session.calls and time.monotonic() - started < 20: time.sleep(0.01)
+    body = json.dumps({"model": "policy", "messages": USER, "stream": stream}).encode()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(session.address)
+        client.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body))
+        started = time.monotonic()
+        while time.monotonic() - started < 60:              # more than the first token, which vLLM hands out at once
+            if session.seen and (state := session.seen[0].state) and state.detokenizer.num_output_tokens() > 1: break
+            time.sleep(0.001)
+    while not session.calls and time.monotonic() - started < 80: time.sleep(0.01)
     record = tree.read(session.record)
     call, = record.calls
     assert call.finish == "abort" and len(call.sampled_ids) < 900
     assert tree.build(record).num_trained == 0
-    assert len(call.sampled_ids) > 0 and all(math.isfinite(x) for x in call.logp_rollout)
+    assert len(call.sampled_ids) > 1 and all(math.isfinite(x) for x in call.logp_rollout)
     assert ask(connect.client(session), max_tokens=3).status_code == 200        # and no later prompt hangs on it
     assert tree.read(session.record).calls[1].cause is None
 

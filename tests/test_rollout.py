@@ -1,16 +1,23 @@
 """rollout.py: real sandboxes, every shell task by oracle and nop, outcomes, and the commands with bad input."""
+import contextlib
 import importlib
+import itertools
 import json
 import os
+import random
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+from docker.errors import APIError
 
 from conftest import ROOT, make_task
 import rollout
@@ -92,7 +99,7 @@ def run(tmp_path, bubblewrap):
     def run(proxy=None, script=None, **options):
         folder = make_task(tmp_path / f"task{len(list(tmp_path.iterdir()))}", **options)
         job = Job(load_task(folder, folder.name, {}), "oracle" if proxy is None else "bash", script=script)
-        return Runner(proxy, bubblewrap, "test-outcome").run(job, tmp_path)
+        return Runner(proxy, bubblewrap, "test-outcome", verify="strict").run(job, tmp_path)
     return run
 
 
@@ -211,7 +218,8 @@ def test_a_workspace_that_cannot_be_carried_over(docker, tmp_path):
     """Would catch an agent that deletes its workspace to escape the verdict: an infra_error would leave loss and
     statistics."""
     folder = make_task(tmp_path / "task", solution="cd /; rm -rf /app; ln -s /etc /app")
-    done = Runner(None, docker, "test-gone").run(Job(load_task(folder, "task", BASE), "oracle"), tmp_path)
+    job = Job(load_task(folder, "task", BASE), "oracle")
+    done = Runner(None, docker, "test-gone", verify="strict").run(job, tmp_path)
     assert (done.outcome, done.reward) == ("ok", 0) and "carried" in done.detail
 
 
@@ -232,6 +240,177 @@ def test_a_fault_stops_the_others_at_once(bubblewrap, tmp_path):
     assert len(records) == 3 and all(tree.read(r).outcome is None for r in records)
 
 
+# ---- tasks as public sets have them ----
+
+def test_settings_of_both_schemas(tmp_path, monkeypatch):
+    """Would catch a setting of a task that is read from the other schema's key, in another unit, or not at all."""
+    monkeypatch.setenv("HRL_TEST", "from the host")
+    old = load_task(make_task(tmp_path / "old", toml="""[agent]
+timeout_sec = 7
+[verifier]
+timeout_sec = 8.5
+[environment]
+build_timeout_sec = 9
+cpus = 2
+memory = "1.5G"
+storage = "512M"
+"""), "old", {})
+    assert (old.agent_timeout_s, old.verifier_timeout_s, old.env.build_timeout_s) == (7, 8.5, 9)
+    assert old.limits == {"cpus": 2, "memory_mb": 1536, "disk_mb": 512} and not old.env.internet
+    folder = make_task(tmp_path / "new")
+    (folder / "task.toml").write_text("""schema_version = "1.2"
+artifacts = ["/app/a", { source = "/app/b" }]
+[metadata]
+verify = "compat"
+[agent]
+user = "me"
+[verifier]
+env = { KEY = "${HRL_TEST}", OTHER = "${NOT_SET_HERE:-default} x" }
+[solution]
+env = { S = "1" }
+[environment]
+docker_image = "image:1"
+memory_mb = 100
+storage_mb = 200
+network_mode = "public"
+workdir = "/work"
+env = { E = "2" }
+""")
+    (folder / "environment/Dockerfile").unlink()
+    new = load_task(folder, "new", {"image:1": "local"}, internet="on")
+    assert (new.env.base, new.env.workdir, new.env.env, new.env.internet) == ("local", "/work", {"E": "2"}, True)
+    assert new.limits == {"cpus": 1, "memory_mb": 100, "disk_mb": 200} and new.artifacts == ("/app/a", "/app/b")
+    assert new.envs == {"verifier": {"KEY": "from the host", "OTHER": "default x"}, "solution": {"S": "1"}}
+    assert (new.verify, new.users) == ("compat", {"agent": "me", "verifier": ""})
+    assert not load_task(folder, "new", {}, internet="off").env.internet
+
+
+def test_settings_reach_the_sandbox(docker, tmp_path):
+    """Would catch a user, variable, folder or artifact that is read and then forgotten."""
+    test = f'[ "$V" = v ] && [ "$(stat -c %U s)" = nobody ] && [ "$(id -un)" = daemon ] && echo 1 {REWARD}'
+    toml = """artifacts = ["/work/here"]
+[agent]
+user = "nobody"
+[solution]
+env = { S = "s" }
+[verifier]
+env = { V = "v" }
+[environment]
+workdir = "/work"
+env = { E = "e" }"""
+    folder = make_task(tmp_path / "t", solution="touch $S; echo $PWD $E > here", toml=toml, test=test,
+                       dockerfile="RUN mkdir /work && chmod 777 /work && ln -s /etc/passwd /work/link\nUSER daemon\n")
+    (folder / "tests/test.sh").write_text(test)            # as in public sets, which find the folder of the reward
+    done = Runner(None, docker, "test-set", verify="strict").run(Job(load_task(folder, "t", BASE), "oracle"), tmp_path)
+    assert (done.outcome, done.reward) == ("ok", 1), done
+    assert (tmp_path / "t.oracle.0.artifacts/work-here").read_text() == "/work e\n"
+
+
+@pytest.mark.parametrize("where", ["bubblewrap", "docker"])
+def test_the_oracle_finds_the_mode(tmp_path, request, monkeypatch, where):
+    """Would catch a public task that looks outside the workspace, or needs its history, and can therefore not be used;
+    one that is verified more laxly than it needs; a mode that is not remembered, or for another content."""
+    monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
+    kind = request.getfixturevalue(where)
+    options = {"strict": dict(solution="touch f", test=f"[ -e f ] && [ ! -e /home/x ] && echo 1 {REWARD}"),
+               "compat": dict(solution="touch f /home/x", test=f"[ -e f ] && [ -e /home/x ] && echo 1 {REWARD}"),
+               "history": dict(solution="cat .git/refs/tags/t > f", test=f"[ -s f ] && echo 1 {REWARD}")}
+    tasks = {}
+    for mode, parts in options.items():
+        folder = make_task(tmp_path / mode, **parts)
+        if mode == "history":
+            (folder / "environment/files/.git/refs/tags").mkdir(parents=True)
+            (folder / "environment/files/.git/refs/tags/t").write_text("commit")
+        tasks[mode] = load_task(folder, mode, BASE)
+    runner = Runner(None, kind, "test-modes")
+    for mode, task in tasks.items():
+        done = runner.run(Job(task, "oracle"), tmp_path)
+        assert (done.outcome, done.reward, done.verify) == ("ok", 1, mode), done
+        assert ("tamper" in done.more) == (mode == "compat")
+        assert runner.run(Job(task, "nop"), tmp_path).verify == mode
+    (tmp_path / "compat/instruction.md").write_text("Another task.")
+    assert runner.run(Job(tasks["compat"], "nop"), tmp_path).verify == "strict"
+    assert not remains("test-modes")
+
+
+def test_weights_of_several_rewards():
+    """Would catch rewards that are added up unasked, a name that is missing and counts 0, and hand values."""
+    parse, text = rollout.parse_reward, '{"a": 1, "b": 0.5, "calls": [1, 2]}'
+    assert parse(text, True, {"a": 1, "b": -2}) == (0, {"a": 1, "b": 0.5})
+    assert parse('{"reward": 0.25, "b": 1}', True, None) == (0.25, {"reward": 0.25, "b": 1})
+    for weights in (None, {"c": 1}):
+        with pytest.raises(KeyError): parse(text, True, weights)
+    assert parse("1", False, {"a": 3}) == (1, {})
+
+
+def test_records_have_names_of_their_own(tmp_path):
+    """Would catch two tasks that write into one file: a/b-c and a-b/c, or names with other characters."""
+    env = sandbox.Environment("x")
+    ids = ["a/b-c", "a-b/c", "a/b/c", "a-b-c", "a b-c", "a/b c", "a.b-c", "ab/c", "a/b" + "x" * 300, "a/b" + "x" * 301]
+    jobs = [Job(rollout.Task(id, tmp_path, "", env, 1, 1, {}, ""), h, i) for id in ids for h in "xy" for i in (0, 1)]
+    paths = [rollout.record_path(tmp_path, job) for job in jobs]
+    assert len(set(paths)) == len(jobs) and all(p.parent == tmp_path and len(p.name) < 250 for p in paths)
+    assert paths[0].name == "a-b-c.x.0.jsonl"
+
+
+def test_sandboxes_wait_for_their_turn(bubblewrap, tmp_path):
+    """Would catch a warm sandbox whose agent begins before its turn, and a pool that starts none ahead of time."""
+    folder = make_task(tmp_path / "t", solution="date +%s%N > t; sleep 0.4; date +%s%N >> t",
+                       toml='artifacts = ["/app/t"]')
+    runner, seen = Runner(None, bubblewrap, "test-warm", num_parallel=1, num_warm=3), []
+    stop = threading.Event()
+
+    def watch():
+        while not stop.wait(0.01): seen.append(len(remains("test-warm")))
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    task = load_task(folder, "t", {})
+    runner.run_all([Job(task, "oracle", i) for i in range(5)], tmp_path / "out", "", quiet=True)
+    stop.set()
+    watcher.join()
+    spans = sorted([*map(int, p.read_text().split())] for p in (tmp_path / "out").glob("*.artifacts/*"))
+    assert len(spans) == 5 and all(a[1] < b[0] for a, b in zip(spans, spans[1:]))
+    assert max(seen) >= 4
+
+
+# ---- faults ----
+
+@pytest.mark.parametrize("num, where", [(34, "bubblewrap"), (16, "docker"), pytest.param(
+    250, "bubblewrap", marks=pytest.mark.slow), pytest.param(250, "docker", marks=pytest.mark.slow)])
+def test_random_kills(scripted, tmp_path, request, num, where):
+    """Would catch a rollout that hangs, has no outcome, or the wrong reward after a kill of its harness or container,
+    and a sandbox that is left."""
+    kind, draw, stop = request.getfixturevalue(where), random.Random(num), threading.Event()
+    folder = make_task(tmp_path / "t", toml="[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 60",
+                       test=f"sleep 0.1; [ -e right ]; echo $((1 - $?)) {REWARD}")
+    task = load_task(folder, "t", BASE)
+    runner = Runner(scripted, kind, f"test-kills-{num}", model="tiny", num_parallel=8)
+    killed = Counter()
+
+    def kill():
+        while not stop.wait(draw.uniform(0, 0.4)):
+            box = draw.choice(runner.boxes[-12:] or [None])
+            with contextlib.suppress(AttributeError, OSError, sandbox.SandboxError, APIError):
+                if draw.random() < 0.5: box.kill()                  # the harness or the tests, with all they started
+                elif where == "docker": sandbox._client().api.remove_container(box.container, force=True)
+                else: draw.choice(box.running).kill()               # the sandbox, not what runs in it
+                killed[box.name] += 1
+    killer = threading.Thread(target=kill)
+    killer.start()
+    jobs = [Job(task, "bash", i, script=("touch right" if i % 2 else "touch wrong", "DONE")) for i in range(num)]
+    try: done = runner.run_all(jobs, tmp_path / "out", "", quiet=True)
+    finally:
+        stop.set()
+        killer.join()
+    assert len(done) == num and killed
+    assert {r.outcome for r in done} <= {"ok", "harness_error", "verifier_error", "infra_error", "no_calls"}
+    for job, r in zip(jobs, done):
+        is_hit = killed[f"{job.id}.agent"] + killed[f"{job.id}.verify"]
+        right = job.sample % 2
+        assert r.reward in ((0, right, None) if is_hit else (right,)) and (is_hit or r.outcome == "ok"), r
+    assert not sandbox.reap(runner.run_id) and not scripted.sessions
+
+
 def test_summary():
     """Would catch a pass rate over rollouts without a reward, or an interval that is not Wilson's (hand values: 8
     of 10)."""
@@ -244,11 +423,86 @@ def test_summary():
     assert "80.0 % of 10" in rollout.show(s)
 
 
+def test_pass_at_k_and_its_interval():
+    """Would catch a biased pass@k (against all choices of k samples), samples of one task counted as independent tasks,
+    and an interval that misses the truth too often (300 sets of 30 tasks each, drawn from a fixed seed)."""
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                every = [max(s) for s in itertools.combinations([1] * c + [0] * (n - c), k)]
+                assert rollout.pass_at_k(n, c, k) == pytest.approx(sum(every) / len(every))
+    assert rollout.rate([(1, 1)] * 8 + [(1, 0)] * 2)[1:] == pytest.approx(rollout.wilson(8, 10))     # a sample a task
+    half = [(10, 10)] * 5 + [(10, 0)] * 5                   # ten tasks, not a hundred samples
+    assert rollout.rate(half)[1:] == pytest.approx(rollout.wilson(5, 10))
+    assert rollout.rate([(4, 0)] * 10)[1:] == pytest.approx(rollout.wilson(0, 10))
+    assert rollout.rate([(4, 1), (1, 1)], 2)[0] == pytest.approx(0.5)       # the second task has no two samples
+    rng, hits = np.random.default_rng(0), Counter()
+    for n, k, a in ((1, 1, .3), (8, 1, .3), (8, 4, .3), (8, 1, 1.), (8, 8, 1.)):
+        truth = (1 - (1 - rng.beta(a, 2 * a, 200_000))**k).mean()
+        for _ in range(300):
+            solved = rng.binomial(n, rng.beta(a, 2 * a, 30))
+            p, low, high = rollout.rate([(n, int(c)) for c in solved], k)
+            assert 0 <= low <= p <= high <= 1
+            hits[n, k, a] += low <= truth <= high
+    assert all(0.91 < x / 300 <= 0.99 for x in hits.values()), hits
+
+
+def test_paired_comparison():
+    """Would catch a p that is not McNemar's exact one for a sample a task, one from draws that differs from the exact,
+    a comparison that ignores the pairing, one that is not the mirror image when A and B change places, and an interval
+    of no width where nothing was solved."""
+    tasks = [str(i) for i in range(20)]
+    counts = lambda solved: {t: (1, int(int(t) in solved)) for t in tasks}
+    a, b = counts(range(8)), counts([*range(7), *range(8, 14)])             # 7 of both, 1 of a alone, 6 of b alone
+    r, mirror = rollout.compare(a, b), rollout.compare(b, a)
+    assert (r["num_tasks"], r["a"], r["b"]) == (20, 0.4, 0.65) and r["p"] == pytest.approx(2 * (1 + 7) / 2**7)
+    assert [mirror[k] for k in ("difference", "low", "high", "p")] == pytest.approx(
+        [-r["difference"], -r["high"], -r["low"], r["p"]])
+    unpaired = rollout.compare(a, {str(19 - int(t)): c for t, c in b.items()})
+    assert r["low"] < 0.25 < r["high"] and r["high"] - r["low"] < unpaired["high"] - unpaired["low"]
+    none = rollout.compare(counts([]), counts([]))
+    assert none["p"] == 1 and none["low"] < 0 < none["high"] and none["high"] == -none["low"]
+    d = np.random.default_rng(0).normal(0.3, 1, 17)
+    exact = np.mean([abs(sum(s * d)) >= abs(d.sum()) for s in itertools.product((-1, 1), repeat=17)])
+    assert abs(rollout.sign_flip_p(d) - exact) < 0.015
+
+
 # ---- the commands ----
 
 def command(*words, **env):
     return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=os.environ | env, capture_output=True,
                           text=True, timeout=300)
+
+
+def test_compare_command(tmp_path, capsys):
+    """Would catch folders that are paired by anything but the task and the harness, a run whose last evaluation is not
+    the one taken, rollouts without a reward in the rates, and folders with nothing in common told as a result."""
+    def record(folder, task, harness, rewards):
+        for i, reward in enumerate(rewards):
+            path = folder / f"{task}.{harness}.{i}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            head = {"type": "rollout", "format": 1, "id": path.stem, "task": task, "harness": harness, "model": "m",
+                    "temperature": 1.0, "started_s": 0.0}
+            end = {"type": "end", "outcome": "ok", "reward": reward}
+            path.write_text(json.dumps(head) + "\n" + json.dumps(end) + "\n")
+    for i in range(6):
+        record(tmp_path / "a", f"t{i}", "bash", [0, int(i == 0)])
+        for when in ("bare", "step-2", "step-10"):
+            record(tmp_path / "run/rollouts" / f"eval-{when}", f"t{i}", "bash", [int(when == "step-10"), 1])
+    record(tmp_path / "a", "alone", "bash", [1, 1])
+    record(tmp_path / "a", "t0", "pi", [1])
+    record(tmp_path / "run/rollouts/eval-step-10", "t5", "bash", [None, 1])
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    rollout.main(rollout.parse(["compare", str(tmp_path / "a"), str(tmp_path / "run"), "--json"]))
+    (one,) = json.loads(capsys.readouterr().out)
+    assert (one["harness"], one["k"], one["num_tasks"], one["left_out"]) == ("bash", 1, 6, 1)
+    assert one["a"] == pytest.approx(1 / 12) and one["b"] == 1 and one["p"] == pytest.approx(2 / 2**6)
+    result = command("rollout.py", "compare", tmp_path / "a", tmp_path / "run")
+    assert result.returncode == 0 and "B - A +91.7 points" in result.stdout, result
+    record(tmp_path / "other", "t0", "codex", [1])
+    for folder, says in ((tmp_path / "other", "no task that both"), (tmp_path / "none", "no records")):
+        with pytest.raises((ValueError, OSError), match=says):
+            rollout.main(rollout.parse(["compare", str(tmp_path / "a"), str(folder)]))
 
 
 def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
@@ -263,12 +517,48 @@ def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
     assert len(list((tmp_path / "out").glob("*.jsonl"))) == len(list((tmp_path / "out").glob("*.log"))) == 4
 
 
+def in_process(capsys, *words):
+    """Exit status and output of rollout.py."""
+    status = rollout.main(rollout.parse([*map(str, words)]))
+    return status, *capsys.readouterr()
+
+
+def test_validation_fails_loudly(bubblewrap, tmp_path, monkeypatch, capsys):
+    """Would catch a set that does not validate and a command that ends with status 0, or does not say which task and
+    why; and a good one that ends with another."""
+    monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
+    for name, test in {"good": "[ -e f ]", "bad": "echo why not; [ -e g ]", "free": "true"}.items():
+        make_task(tmp_path / "set" / name, solution="touch f", test=f"{test}; echo $((1 - $?)) {REWARD}")
+    options = ("--sandbox", "bubblewrap", "--tasks", tmp_path / "set")
+    for harness, wrong, good in (("oracle", "bad", "free"), ("nop", "free", "bad")):
+        status, output, _ = in_process(capsys, *options, "--harness", harness, "--out", tmp_path / harness)
+        assert status == 1 and f"set/{wrong}" in output and f"set/{good}" not in output, output
+        assert ("why not" in output) == (harness == "oracle")
+    assert in_process(capsys, *options, "--harness", "oracle", "--out", tmp_path / "x", "--tasks",
+                      tmp_path / "set/good")[0] == 0
+
+
+def test_prebuild(docker, tmp_path, capsys):
+    """Would catch a run that builds in its first rollouts what was built before, a failed build that is not named."""
+    for name, line in {"good": f"RUN echo {tmp_path}", "bad": "RUN echo why; exit 3"}.items():
+        make_task(tmp_path / "set" / name, dockerfile=line)
+    options = ("--tasks", tmp_path / "set", "--prebuild", "--base_image", "debian:bookworm-slim=harness-rl/base")
+    status, output, _ = in_process(capsys, *options)
+    assert status == 1 and "1 of 2 images are ready" in output and "task bad" in output, output
+    shutil.rmtree(tmp_path / "set/bad")
+    status, _, errors = in_process(capsys, *options)
+    assert status == 0 and "building" not in errors
+    sandbox._client().images.remove(sandbox.image(load_tasks(tmp_path / "set", BASE)[0].env)["Id"], force=True)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Good and bad tasks, one folder each."""
     root = tmp_path_factory.mktemp("bad")
     make_task(root / "good/one")
     (root / "empty").mkdir()
+    (root / "old/one").mkdir(parents=True)
+    (root / "old/one/task.yaml").touch()
     for name, (file, text, _) in BAD_TASKS.items():
         path = make_task(root / name / "one") / file
         if text is None: path.unlink()
@@ -285,7 +575,15 @@ BAD_TASKS = {       # folder -> file of the task, what it holds (None: it is mis
     "negative": ("task.toml", "[environment]\ncpus = -1", "-1"),
     "endless": ("task.toml", "[agent]\ntimeout_sec = inf", "inf"),
     "online": ("task.toml", "[environment]\nallow_internet = true", "allow_internet"),
-    "image": ("task.toml", "[environment]\ndocker_image = 5", "docker_image")}
+    "image": ("task.toml", "[environment]\ndocker_image = 5", "docker_image"),
+    "compose": ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml"),
+    "gpus": ("task.toml", "[environment]\ngpus = 1", "gpus"), "steps": ("task.toml", "[[steps]]\nname = 'a'", "steps"),
+    "windows": ("task.toml", "[environment]\nos = 'windows'", "windows"),
+    "future": ("task.toml", "schema_version = '2.0'", "2.0"),
+    "size": ("task.toml", "[environment]\nmemory = 'big'", "big"),
+    "mode": ("task.toml", "[metadata]\nverify = 'lax'", "'lax'"),
+    "variable": ("task.toml", "[verifier]\nenv = {A = '${NOT_SET_HERE}'}", "NOT_SET_HERE"),
+    "public": ("task.toml", "[environment]\nnetwork_mode = 'public'", "--internet on")}
 
 
 NOP = "rollout.py --harness nop --out {out} --tasks {tasks}/"
@@ -299,7 +597,9 @@ BAD = {     # command line -> what its message must name
     ROLLOUT + " --n many": "many", ROLLOUT + " --n 0": "--n 0", ROLLOUT + " --temperature -1": "-1",
     ROLLOUT + " --harness basch": "basch", ROLLOUT + " --base_image x": "x: NAME=LOCAL",
     ROLLOUT + " --out {tasks}/good/one/task.toml": "task.toml",
-    NOP + "nowhere": "nowhere", NOP + "empty": "empty",
+    NOP + "nowhere": "nowhere", NOP + "empty": "empty", NOP + "old": "harbor tasks migrate",
+    ROLLOUT + " --off gti": "gti", ROLLOUT + " --reward_weights a": "--reward_weights a",
+    "rollout.py --tasks {tasks}/good": "--harness",
     **{NOP + name: says for name, (_, _, says) in BAD_TASKS.items()},
     BASH + " --model {tasks}": "--model", BASH + " --model {model} --max_model_len 9000": "9000",
     BASH + " --model {model} --engine scripted": "--script",

@@ -47,6 +47,13 @@ def box(kind):
         yield box
 
 
+@pytest.fixture(scope="module")
+def other(kind):
+    """One more, for tests that fill its workspace anew."""
+    with make(kind) as box:
+        yield box
+
+
 def make(kind, env=PLAIN, **options):
     return SANDBOXES[kind](env, run_id=RUN, name="test", **options)
 
@@ -253,6 +260,154 @@ def test_carry(kind):
             first.carry("/tmp/link", second)
 
 
+@pytest.mark.parametrize("trick, says", [
+    ("ln -s /etc/passwd f", "link out of the workspace"), ("ln -s ../tests/x f", "link out of"),
+    ("ln -s d/../x f", "link out of"), ("ln -s / f", "link out of"), ("ln -s /usr/../tests f", "link out of"),
+    ("ln -s /application f", "link out of"),
+    ("mkfifo f", "device or fifo"), ("echo > f; chmod u+s f", "setuid"), ("echo > f; chmod g+s f", "setuid")])
+def test_carry_refuses(box, other, trick, says):
+    """Catches: what leads the verifier out of the workspace, hangs it or gives rights in it, carried over all the
+    same."""
+    sh(box, f"rm -rf /app/..?* /app/.[!.]* /app/*; cd /app; {trick}")
+    with pytest.raises(ValueError, match=f"f in shared is not carried over.*{says}"):
+        box.carry("/app", other)
+    box.carry("/app", other, off=("links",))
+    assert sh(other, "ls -d f").output == "f\n"
+
+
+def test_carry_keeps_the_image_s_tools(kind, tmp_path):
+    """Catches: tools, history or start-up files of the agent's that the verifier would run, honest work that is lost
+    with them, and a switch that does not switch."""
+    folder = task(tmp_path / "t", "FROM debian:bookworm-slim\nWORKDIR /app\nENV PATH=/app/tools:/usr/bin:/bin\n"
+                  "COPY f .\n")
+    for name in ("tools/x", "v/pyvenv.cfg", "v/bin/x", "a/node_modules/x", "sub/conftest.py", ".git/config",
+                 "src/main.py"):
+        path = folder / "environment" / "f" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("image")
+    with make(kind, environment(folder, BASE)) as agent:
+        sh(agent, """for f in tools/x v/bin/x v/bin/y a/node_modules/x sub/conftest.py .git/config src/main.py; do
+            echo agent > $f; done; rm -r a; mkdir -p new/.git json src/__pycache__ conftest.py.d
+            for f in new/.git/config new/conftest.py json/__init__.py json/data.py src/json.py pytest.py \
+                sitecustomize.py src/__pycache__/main.cpython-311.pyc conftest.py.d/x; do echo agent > $f; done""")
+        agent.freeze()
+        shown = "find . -type f | sort | while read f; do echo $f $(cat $f); done"
+        with make(kind, environment(folder, BASE)) as fresh:
+            left_out = agent.carry("/app", fresh)
+            assert sorted(left_out) == ["json/__init__.py", "new/conftest.py", "pytest.py", "sitecustomize.py"]
+            assert sh(fresh, shown).output.split("\n")[:-1] == [
+                "./.git/config image", "./a/node_modules/x image", "./conftest.py.d/x agent", "./json/data.py agent",
+                "./new/.git/config agent", "./src/json.py agent", "./src/main.py agent", "./sub/conftest.py image",
+                "./tools/x image", "./v/bin/x image", "./v/pyvenv.cfg image"]
+        with make(kind, environment(folder, BASE)) as fresh:
+            assert agent.carry("/app", fresh, off=("git", "tools")) == []
+            assert "image" not in sh(fresh, shown + " | grep -v pyvenv").output
+            assert "./v/bin/y agent" in sh(fresh, shown).output
+
+
+def test_squash(bubblewrap_box):
+    """Catches: history, a remote with its password, a tag, stash, reflog or loose object that an agent can read; a
+    working tree, index or HEAD that is no longer as it was."""
+    box = bubblewrap_box
+    script = """git init -q -b dev .; git config user.name n; git config user.email e@e; echo 1 > a; git add a
+        git commit -qm one; echo secret1 > a; git commit -qam two; git tag v1; git branch b
+        git update-ref refs/pull/1 HEAD; git gc -q
+        git reset -q --hard HEAD~1; echo secret2 > a; git stash -q
+        echo secret3 | git hash-object -w --stdin > /dev/null; git remote add origin https://u:password@example.org/x
+        echo staged > s; git add s; echo 2 > a; echo n > new
+        mkdir sub; cd sub; git init -q; echo secret4 > x"""
+    assert sh(box, script, env={"HOME": "/tmp"}).exit_code == 0
+    before = sh(box, "git status --porcelain; git diff; git diff --cached; git symbolic-ref HEAD").output
+    assert box.squash() == 2 and "A  s" in before
+    assert sh(box, "git status --porcelain; git diff; git diff --cached; git symbolic-ref HEAD").output == before
+    everything = sh(box, "git cat-file --batch-all-objects --batch; git log --all --format=%H; git reflog --all; "
+                    "cat .git/config; find .git -name '*origin*' -o -name v1 -o -name pull").output
+    assert "secret" not in everything and "password" not in everything and "staged" in everything
+    assert sh(box, "git rev-list --all | wc -l; git fsck --full 2>&1 | grep -v notice; git commit -qam more && "
+              "git rev-list --all | wc -l").output == "1\n2\n"
+    assert sh(box, "cat sub/x").output == "secret4\n" and box.squash() == 2
+
+
+@pytest.fixture
+def bubblewrap_box():
+    needs("bubblewrap")
+    with make("bubblewrap", Environment("host", workdir="/app")) as box: yield box
+
+
+def test_a_repository_without_git_is_removed(kind):
+    """Catches: objects that a program of the agent's can read although no git is there to read them with."""
+    with make(kind) as box:
+        sh(box, "mkdir -p lib/.git bin; touch lib/.git/x lib/y; for t in find rm; do ln -s $(command -v $t) bin; done")
+        result = box.exec(["/bin/sh", "-c", sandbox.SQUASH, box.workdir], env={"PATH": "/app/bin"})
+        assert result.output == "./lib/.git\n" and sh(box, "ls -A lib").output == "y\n", result
+
+
+def test_freeze_and_changed(kind):
+    """Catches: a process of the agent's that goes on while its files are read; a change outside the workspace that no
+    record shows, or scratch files that drown it."""
+    with make(kind) as box:
+        assert box.changed() == []
+        sh(box, """mkdir -p /home/x; echo x | tee in /tmp/t /home/x/y > /dev/null; [ -w /etc ] && rm /etc/shells
+            setsid sh -c 'while sleep 0.02; do date +%N > late; done' > /dev/null 2>&1 &""")
+        box.freeze()
+        first = box._get("/app").read()
+        time.sleep(0.3)
+        assert box._get("/app").read() == first
+        box.freeze()
+        assert box.changed() == ["/etc/shells", "/home/x/y"] if kind == "docker" else ["/home/x/y"]
+
+
+def test_snapshot(kind):
+    """Catches: a copy that is not independent, lacks files, links or modes, is another user's, or stays behind."""
+    before = remains()
+    with make(kind) as box:
+        sh(box, "echo kept > f; ln -s f l; mkdir -p /home/d; echo x > /home/d/x; chmod 750 /home/d")
+        with box.snapshot() as env:
+            sh(box, "echo changed > f")
+            for _ in range(2):
+                with make(kind, env) as copy:
+                    result = sh(copy, "pwd; cat f l /home/d/x; stat -c %a /home/d; echo more >> f; rm l; echo $?")
+                    assert result.output == "/app\nkept\nkept\nx\n750\n0\n"
+    assert remains() == before
+    if kind == "docker":
+        assert not docker.from_env().images.list(filters={"label": f"harness_rl.run={RUN}"})
+
+
+def test_disk_limit(kind):
+    """Catches: an agent that fills the disk for all, by one large file or by many, and that goes on."""
+    with make(kind, disk_mb=40) as box:
+        assert sh(box, "head -c 90000000 /dev/zero > big; stat -c %s big; rm big").output.split()[-1] == str(40 << 20)
+        result = sh(box, "for i in 1 2 3 4 5; do head -c 20000000 /dev/zero > /tmp/f$i; done; sleep 60", timeout_s=50)
+        assert (result.exit_code, result.timed_out, result.is_over_disk) == (137, False, True)
+        assert sh(box, "rm /tmp/f*; echo $(ls /tmp | wc -l)").output == "0\n"
+
+
+def test_a_full_disk_is_a_fault_of_ours(tmp_path):
+    """Catches: a disk of the host that is full and that is taken for the agent's or the verifier's failure."""
+    needs("bubblewrap")
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "x", tmp_path]).returncode:
+        pytest.skip("no right to mount")
+    code = """if 1:
+        import sandbox
+        with sandbox.Bubblewrap(sandbox.Environment("host", workdir="/app"), run_id="full", name="full") as box:
+            assert box.exec(["true"]).exit_code == 0
+            try: print(box.exec(["sh", "-c", "head -c 100000000 /dev/zero > x; echo 0 > reward"]))
+            except sandbox.SandboxError as error: print(error)"""
+    try:
+        result = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=os.environ | {"TMPDIR": str(tmp_path)},
+                                capture_output=True, text=True)
+        assert result.stdout.startswith("full: disk full: ") and str(tmp_path) in result.stdout, result
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_limits_are_set():
+    """Catches: limits that are named in the call and never reach the kernel."""
+    for kind in ("docker", "bubblewrap"):
+        with make(needs(kind), disk_mb=100) as box:
+            assert sh(box, "ulimit -n; ulimit -c; ulimit -f").output.split() == ["4096", "0", str(100 << 11)], kind
+
+
 # ---- tasks ----
 
 def test_plain_dockerfile(kind, tmp_path):
@@ -326,6 +481,22 @@ def test_missing_image_names_the_remedy(kind):
     assert "task t" in str(error.value) and "--base_image" in str(error.value)
 
 
+def test_an_image_is_one_for_all_who_need_it(tmp_path):
+    """Catches: builds that race for one image, and an image that is built anew for a changed test or instruction."""
+    needs("docker")
+    tags = []
+    envs = [environment(task(tmp_path / str(i), f"FROM debian:bookworm-slim\nRUN echo {RUN} {i}\n"), BASE)
+            for i in range(3)]
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            tags = [image["Id"] for image in pool.map(sandbox.image, envs * 2)]
+        assert len(set(tags)) == 3 and tags[:3] == tags[3:]
+        (tmp_path / "0" / "instruction.md").write_text("changed")
+        assert sandbox.image(environment(tmp_path / "0", BASE))["Id"] == tags[0]
+    finally:
+        for tag in set(tags): docker.from_env().images.remove(tag, force=True)
+
+
 # ---- choice, end, concurrency ----
 
 def test_choose(kind, monkeypatch):
@@ -366,6 +537,53 @@ def test_reap_after_kill_9(kind):
         assert not docker.from_env().containers.list(all=True, filters={"label": f"harness_rl.run={RUN}-dead"})
         stranger.reload()
         stranger.remove()
+
+
+def test_reap_finds_what_else_a_run_leaves(kind):
+    """Catches: networks, snapshots and sockets' folders that outlive a killed run, or of a living one removed."""
+    code = (f"import sandbox, tempfile, fcntl, time; "
+            f"b = sandbox.SANDBOXES[{kind!r}](sandbox.Environment('harness-rl/base', workdir='/app', "
+            f"internet={kind == 'docker'}), run_id='{RUN}-rest', name='n'); b.start(); s = b.snapshot(); "
+            "s.__enter__(); "
+            "f = tempfile.mkdtemp(prefix='hrl-'); l = open(f + '/.lock', 'w'); fcntl.flock(l, fcntl.LOCK_EX); "
+            "print(f, flush=True); time.sleep(100)")
+    owner = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    folder = Path(owner.stdout.readline().strip())
+    os.utime(folder / ".lock", (0, 0))
+
+    def rest():
+        found = [str(p) for p in Path(tempfile.gettempdir()).glob(f"harness-rl_{RUN}-rest_*")]
+        if kind == "docker":
+            client, label = docker.from_env(), {"label": f"harness_rl.run={RUN}-rest"}
+            found += [*client.networks.list(filters=label), *client.images.list(filters=label),
+                      *client.containers.list(all=True, filters=label)]
+        return len(found), folder.exists()
+    reap()
+    assert rest() == (3 if kind == "docker" else 2, True)
+    owner.kill()
+    owner.wait()
+    reap()
+    assert rest() == (0, False)
+
+
+def test_internet_is_a_network_of_the_run_s_own(kind):
+    """Catches: a task with access that shares a network with strangers, and neighbours that reach each other."""
+    online = Environment("harness-rl/base", workdir="/app", internet=True, task="t")
+    if kind == "bubblewrap":
+        with pytest.raises(SandboxError, match="task t.*--sandbox docker"): make(kind, online).start()
+        return
+    with make(kind, online) as first, make(kind, online) as second:
+        assert sh(first, "tail -n +3 /proc/net/dev | cut -d: -f1").output.split() == ["lo", "eth0"]
+        networks = docker.from_env().containers.get(second.container).attrs["NetworkSettings"]["Networks"]
+        assert list(networks) == [f"harness-rl-{RUN}"]
+        address = networks[f"harness-rl-{RUN}"]["IPAddress"]
+        server = "IO::Socket::INET->new(Listen => 1, LocalPort => 99) or die; print qq(up\n); sleep 30"
+        sh(second, f"perl -MIO::Socket::INET -e '$| = 1; $s = {server}' > up & until grep -q up up; do sleep 0.1; done")
+        assert second.exec(["bash", "-c", "echo > /dev/tcp/127.0.0.1/99"]).exit_code == 0
+        reach = f"(timeout 2 bash -c 'echo > /dev/tcp/{address}/99') 2> /dev/null && echo open || echo closed"
+        assert first.exec(["bash", "-c", reach]).output == "closed\n"
+    reap(RUN)
+    assert not docker.from_env().networks.list(filters={"label": f"harness_rl.run={RUN}"})
 
 
 def processes():
@@ -415,18 +633,35 @@ def test_concurrency(kind):
     assert len(os.listdir("/proc/self/fd")) < before + 24   # 16: kept connections to the daemon
 
 
-def test_stop_while_a_command_starts(tmp_path):
-    """Would catch a bwrap killed before it has set itself up, whose child then waits for ever and holds the output open:
-    the exec never returns, and an interrupted run hangs."""
-    for i in range(40):
-        box = sandbox.Bubblewrap(sandbox.Environment(base="host", workdir="/app"), run_id="starts", name=str(i))
-        box.start()
+def living(groups):
+    """Processes, no zombies, of these process groups."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            found += [path] if state not in "ZX" and int(group) in groups else []
+    return found
 
-        def work():
-            with contextlib.suppress(sandbox.SandboxError): box.exec(["sleep", "60"])
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        time.sleep(i * 0.0004)
-        box.stop()
-        thread.join(20)
-        assert not thread.is_alive(), f"stopped {i * 0.4:.1f} ms after its start, the command never returned"
+
+@pytest.mark.parametrize("how", ["stop", "kill -9"])
+def test_stop_while_a_command_starts(how):
+    """Would catch a bwrap killed before it has set itself up, whose child then waits for ever and holds the output
+    open: the exec never returns, an interrupted run hangs, and the child stays."""
+    needs("bubblewrap")
+    for i in range(40 if how == "stop" else 20):
+        with make("bubblewrap", Environment("host", workdir="/app")) as box:
+            def work():
+                with contextlib.suppress(SandboxError): box.exec(["sleep", "60"])
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            time.sleep(i * 0.0004)
+            if how == "kill -9":
+                while not box.running: time.sleep(0.0001)
+                box.running[0].kill()
+            else: box.stop()
+            thread.join(20)
+            assert not thread.is_alive(), f"stopped {i * 0.4:.1f} ms after its start, the command never returned"
+            deadline = time.time() + 20
+            while left := living([process.pid for process in box.running]):
+                assert time.time() < deadline, left
+                time.sleep(0.01)

@@ -1,16 +1,14 @@
 """Recorded traffic of real harnesses (tests/wire: their prose is masked, their structure is not) through the proxy. The
 scripted engine says what the model had said then; what a harness made of it comes back as it did then."""
 import asyncio
-import dataclasses
 import gzip
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 
-from conftest import ENGINE, make_task
+from conftest import ENGINE, engine_prompts, make_task
 import harnesses
 import rollout
 import tree
@@ -92,15 +90,7 @@ def test_recorded_traffic(path, roomy_proxy, connect):
     intact (spelling of arguments, ids, lists of text blocks, moving cache_control, billing headers); a subagent, title
     or summary taken for the main agent; a fork without its cause; a prompt in the record that is not the engine's; and
     tool calls lost between the reply's text and the client."""
-    core, given = roomy_proxy.engine.engine_core, []
-
-    class Spy(type(core)):
-        async def add_request_async(self, request):
-            given.append(list(request.prompt_token_ids))
-            await super().add_request_async(request)
-    core.__class__ = Spy
-    try: answers, record = replay(path, roomy_proxy, connect)
-    finally: core.__class__ = Spy.__bases__[0]
+    with engine_prompts(roomy_proxy) as given: answers, record = replay(path, roomy_proxy, connect)
     kinds, causes = EXPECTED.get(path.name.removesuffix(".jsonl.gz")) or chain(len(answers))
     assert "".join(LETTER[c.kind] for c in record.calls) == kinds and [c.cause for c in record.calls] == causes
     assert [c.prompt_ids for c in record.calls] == given
@@ -132,13 +122,15 @@ def test_openclaw_with_its_tails_kept(roomy_proxy, connect):
     cost = lambda record: sum(n for _, n in tree.build(record).forks.values())
     assert cost(stable) == 0 < cost(forking)
     new = lambda record: tree.build(record).num_unique
+    print("forked tokens", cost(forking), cost(stable), "unique tokens", new(forking), new(stable), "last prompt",
+          len(forking.calls[-1].prompt_ids), len(stable.calls[-1].prompt_ids))
     assert new(stable) < new(forking)                       # tokens computed in training
 
 
 # ---- live: the harness itself, in a sandbox ----
 
 COMMANDS = ["cat here.txt > out.txt; cat out.txt", "echo two >> out.txt", "cat out.txt"]
-TEST = 'test "$(tail -n 1 /app/out.txt)" = two && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt'
+TEST = '[ "$(tail -n 1 /app/out.txt)" = two ]; echo $((1 - $?)) > /logs/verifier/reward.txt'
 STALL_S = float(os.environ.get("HARNESS_RL_STALL_S", 600))
 
 
@@ -152,44 +144,6 @@ def live(name, script, proxy, bubblewrap, folder, here="one\n", timeout_s=600, *
     (folder / "out").mkdir()
     record = runner.run(rollout.Job(task, name, script=tuple(script)), folder / "out")
     return record, (folder / "out" / f"task.{name}.0.log").read_text()
-
-
-def union(*records):
-    """The tree of several rollouts of one task as if they were one."""
-    calls = [dataclasses.replace(c, id=i) for i, c in enumerate(c for r in records for c in r.calls)]
-    return tree.build(dataclasses.replace(records[0], calls=calls))
-
-
-@pytest.mark.parametrize("name", ["pi", "codex"])
-def test_a_real_harness_replayed_to_a_call_goes_on_live(name, roomy_proxy, bubblewrap, tmp_path):
-    """Would catch a replay that real prompts do not match (dates, ids, places that change from run to run), that samples
-    anew what is on record, that repeats or skips a reply where it goes live, or whose record is no second branch of the
-    first one's tree: at the reply where the record ends, at the tool's output where the world differs."""
-    script = harnesses.load(name).demonstrate(COMMANDS)
-    first, log = live(name, script, roomy_proxy, bubblewrap, tmp_path / "first")
-    assert first.reward == 1 and len(first.calls) == len(script) == 4, log
-    never = "This is never said."
-    for k in 1, 3:                                          # killed after k calls: the rest is lived again, otherwise
-        other = [never] * k + harnesses.load(name).demonstrate(["echo other >> out.txt", COMMANDS[1]])
-        record, log = live(name, other, roomy_proxy, bubblewrap, tmp_path / f"killed{k}", replay=first.calls[:k])
-        assert record.reward == 1 and [c.cause for c in record.calls] == [None] * (k + 3), log
-        for old, new in zip(first.calls[:k], record.calls):
-            assert (old.prompt_ids, old.template_ids, old.sampled_ids) == (
-                new.prompt_ids, new.template_ids, new.sampled_ids)
-        both, fork = union(first, record), first.calls[k]
-        assert record.calls[k].prompt_ids == fork.prompt_ids and len(both.paths) == 2
-        shared = tree.lcp(*both.paths)
-        assert len(fork.prompt_ids) <= shared < min(len(fork.ids), len(record.calls[k].ids))
-        assert both.num_unique == sum(map(len, both.paths)) - shared                # one branch, there
-    record, log = live(name, [never, *script[1:]], roomy_proxy, bubblewrap, tmp_path / "elsewhere", "uno\n",
-                       replay=list(first.calls))
-    assert record.reward == 1 and len(record.calls) == 4, log
-    both = union(first, record)
-    assert len(both.paths) == 2 and len(first.calls[0].ids) < tree.lcp(*both.paths) < len(first.calls[1].prompt_ids)
-    record, log = live(name, [never] * 4, roomy_proxy, bubblewrap, tmp_path / "strict", "uno\n",
-                       replay=list(first.calls), is_strict=True)
-    assert len(record.calls) == 1 and re.search(r"replay: call 1: token \d+ of the prompt begins '.*uno.*recorded in "
-                                                r"call 1: '.*one", log), log
 
 
 @pytest.mark.slow

@@ -1,0 +1,443 @@
+"""viewer.py: its list against tree.py, and the page in headless Chromium over records of real rollouts."""
+import base64
+import http.client
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from websockets.sync.client import connect as open_socket
+
+from conftest import make_task
+import rollout
+import train
+import tree
+import viewer
+
+NASTY = '</script><script>window.pwned = 1</script><img src=x onerror="window.pwned = 1">\u2028<svg onload=pwned=1>'
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+TEST = ('if [ "$(cat /app/out.txt)" = hi ]; then echo 1; else echo "out.txt should hold hi"; echo 0; fi '
+        '| tee /tmp/said; tail -n 1 /tmp/said > /logs/verifier/reward.txt')
+
+
+def write(path, calls, header={}, end={}, log=None):
+    """A record of hand-made calls."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"type": "rollout", "format": 1, "id": path.stem, "task": "t", "harness": "h", "model": "none",
+            "temperature": 1.0, "started_s": 1000.0} | header
+    lines = [head, *(tree.call_line(c, calls[:i]) for i, c in enumerate(calls))]
+    lines += [{"type": "end", "outcome": "ok", "reward": 0.0, "detail": "", "seconds": {"agent": 1.0}} | end]
+    path.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    if log is not None: path.with_suffix(".log").write_text(log)
+    return path
+
+
+def call(id, prompt, sampled, cause=None, **kw):
+    return tree.Call(id, "main", cause, prompt, prompt, sampled, [-0.5] * len(sampled), "stop", received_s=1000. + id,
+                     finished_s=1000.5 + id, **kw)
+
+
+def grown(rng, num):
+    """Calls that continue one another, or fork from some place."""
+    calls, history = [], [int(x) for x in rng.integers(3, 9, 6)]
+    for i in range(num):
+        forks = i and rng.random() < 0.4
+        if forks: history = history[:int(rng.integers(0, len(history)))]
+        prompt = history + [int(x) for x in rng.integers(3, 9, rng.integers(1, 5))]
+        calls.append(call(i, prompt, [int(x) for x in rng.integers(3, 9, rng.integers(0, 5))],
+                          str(rng.choice(["nonce", "history_edited"])) if forks else None))
+        history = calls[-1].ids
+    return calls
+
+
+@pytest.fixture(scope="module")
+def run(scripted, tiny, tokenizer, bubblewrap, tmp_path_factory):
+    """A run's folder: rollouts of the bash harness in sandboxes, one that solves its task and one that does not; one
+    whose client rewrites what stood before; one full of markup; one of 100,000 tokens; a harness that always fails."""
+    import httpx
+    root = tmp_path_factory.mktemp("view") / "run"
+    step = root / "rollouts" / "step-0000"
+    task = rollout.load_task(make_task(tmp_path_factory.mktemp("tasks") / "say", "Say hi.", test=TEST), "say",
+                             {"debian:bookworm-slim": "host"})
+    jobs = [rollout.Job(task, "bash", i, (f"```bash\necho {word} > out.txt\n```", "DONE"))
+            for i, word in enumerate(("no", "hi"))]
+    rollout.Runner(scripted, bubblewrap, "test-view", model=tiny).run_all(jobs, step, "", quiet=True)
+    for path in step.glob("say*.jsonl"):                    # a scripted engine has no log-probabilities
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if "logp" in line: line["logp"] = [-0.5 - i / 64 for i in range(len(line["sampled"]))]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    solved = tree.read(step / "say.bash.1.jsonl")
+    assert solved.reward == 1 and tree.read(step / "say.bash.0.jsonl").reward == 0, solved
+
+    def talk(name, script, requests, header, end, log):
+        path = step / f"{name}.jsonl"
+        session = scripted.open_session(name, path, header | {"model": tiny}, script=script)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=session.address), base_url="http://m", timeout=60) as c:
+            for messages in requests: c.post("/v1/chat/completions", json={"model": "m", "messages": messages})
+        scripted.close_session(session)
+        with open(path, "a") as f: f.write(json.dumps({"type": "end", "outcome": "ok", "seconds": {}} | end) + "\n")
+        path.with_suffix(".log").write_text(log)
+    said = lambda *texts: [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
+    talk("forked", ["one größe 🦊", "two", "three"],
+         [said("Count."), said("Count.", "one größe 🦊", "on"),
+          said("Count to three.", "one größe 🦊", "on", "two", "on")],
+         {"task": "count", "harness": "editor"}, {"reward": 0.0, "detail": "exit status 3"}, "\n=== verifier\nno\n")
+    talk("hostile", [NASTY] * 2, [said(NASTY), said("<b>" + NASTY)], {"task": NASTY, "harness": '"><b id=b>'},
+         {"reward": 0.0, "detail": NASTY}, NASTY + "\n=== verifier\n" + NASTY)
+    words = tokenizer.encode("The quick brown fox jumps over the lazy dog.\n") * 10_000
+    write(step / "long.jsonl", [call(0, words[:99_000], words[:1000])], {"model": tiny, "task": "long"})
+    for i in range(4):
+        write(step / f"fail{i}.jsonl", [], {"task": f"f{i}", "harness": "crasher"}, {"outcome": "harness_error"})
+    (root / "config.json").write_text(json.dumps({"steps": 2, "algo": "grpo", "model": "tiny"}))
+    rows = [{"phase": "rl", "step": i, "reward/mean": 0.5, "train/entropy": 1.0 - 0.1 * i, "groups/num": 4,
+             "groups/zero_variance": 1, "time/rollout_s": 2.0, "time/train_s": 1.0, "time/weights_s": float("nan"),
+             "fidelity/gap_mean": 0.01} for i in range(2)]
+    rows.append({"phase": "eval", "when": "end", "set": "s", "harness": "bash"} | rollout.summary([solved]))
+    (root / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    records = [tree.read(step / f"say.bash.{i}.jsonl") for i in range(2)]
+    trees = [tree.build(r) for r in records]
+    batch = train.make_batch(trees, 0)
+    adv, old = batch.rollout * 2.0 - 1, batch.logp_rollout - 0.25
+    train.save_tokens(root / "tokens" / "step-0000.npz", records, trees, batch, np.ones(len(adv), bool), adv=adv,
+                      logp_old=old, logp=old + 0.1)
+    return root
+
+
+# ---- what the page is told ----
+
+def test_list_agrees_with_the_tree(tmp_path):
+    """Would catch a count, a cost of a fork or a length that differs from tree.py's, and a record that grows in pieces
+    of any size and is read twice, or not on."""
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        calls = grown(rng, int(rng.integers(1, 8)))
+        raw = write(tmp_path / "whole.jsonl", calls, {"id": str(i)}).read_bytes()
+        path = tmp_path / f"r{i}.jsonl"
+        cuts = sorted({*rng.integers(1, len(raw), 5).tolist(), len(raw)})
+        path.write_bytes(raw[:cuts[0]])
+        record = viewer.Record(path, path.stem)
+        for a, b in zip([0] + cuts, cuts):
+            with open(path, "ab") as f: f.write(raw[max(a, cuts[0] if a else b):b])
+            record.read_on()
+        row, whole = record.row, tree.read(path)
+        forks = tree.build(whole).forks
+        assert {k: tuple(v) for k, v in row["forks"].items()} == forks
+        assert row["cost"] == sum(cost for _, cost in forks.values())
+        assert (row["calls"], row["sampled"], row["tokens"]) == (
+            len(calls), sum(len(c.sampled_ids) for c in calls), max(len(c.ids) for c in calls))
+        assert row["outcome"] == "ok" and "error" not in row and not record.read_on()
+
+
+def test_only_news_is_sent_and_no_record_is_opened_for_a_list(tmp_path):
+    """Would catch a list that parses every rollout or sends all of it at each poll, metrics that are lost when the file
+    is written anew, a torn line taken for a record, and a broken record or a removed one that takes the list down."""
+    for i in range(2000): write(tmp_path / "run" / f"{i}.jsonl", [call(0, [5] * 9, [6] * 3)])
+    page, misses = viewer.Viewer([tmp_path / "run"]), viewer.load.cache_info().misses
+    first = page.state()
+    assert len(first["runs"][0]["rows"]) == 2000 and viewer.load.cache_info().misses == misses
+
+    def news(since):
+        page.checked = 0.0
+        return page.state(since["gen"], first["boot"])
+    assert news(first)["runs"] == []
+    (tmp_path / "run" / "torn.jsonl").write_text('{"type": "roll')
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n{"phase": "r')
+    (tmp_path / "run" / "7.jsonl").unlink()
+    with open(tmp_path / "run" / "9.jsonl", "a") as f: f.write("{broken\n")
+    second = news(first)
+    (run,) = second["runs"]
+    assert [r["id"] for r in run["rows"]] == ["9"] and "error" in run["rows"][0]
+    assert run["metrics"] == [{"phase": "rl", "step": 0}]
+    assert any("broken" in text for _, text in run["health"])
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 5}\n')
+    assert news(second)["runs"][0]["metrics"] == [{"step": 5}] and news(first)["runs"][0]["rows"] == run["rows"]
+    assert len(page.state(second["gen"], "another start")["runs"][0]["rows"]) == 2000
+
+
+def test_tokens(run, tokenizer):
+    """Would catch text that is not what the tokens say (characters of several tokens), a slice that shifts the columns,
+    advantages and log-probabilities of another token, call or rollout, and harness text taken for sampled."""
+    page = viewer.Viewer([run])
+    page.state()
+    for name, adv in (("say.bash.0", -1), ("say.bash.1", 1), ("forked", None)):
+        id = f"run/rollouts/step-0000/{name}"
+        record, told = tree.read(run.parent / f"{id}.jsonl"), page.rollout(id)
+        for c, shown in zip(record.calls, told["calls"]):
+            n, size = len(c.prompt_ids), len(c.ids)
+            whole = page.tokens(id, c.id, 0, size)
+            assert "".join(whole["text"]) == tokenizer.decode(c.ids) and whole["ids"] == c.ids and shown["trained"]
+            assert whole["logp"] == [None] * n + viewer.clean(c.logp_rollout)
+            assert whole["mask"] == [None] * n + [1] * (size - n)
+            if adv is None: assert "old" not in whole and shown["gap"] is None
+            else:
+                assert whole["adv"] == [None] * n + [adv] * (size - n) and shown["adv"] == adv
+                assert whole["old"][n:] == pytest.approx([x - 0.25 for x in c.logp_rollout])
+                assert whole["now"][n:] == pytest.approx([x - 0.15 for x in c.logp_rollout])
+                assert shown["gap"] == pytest.approx(0.25)
+            for start, end in ((n - 2, n + 1), (n + 1, size), (0, n), (size, size + 5)):
+                part = page.tokens(id, c.id, start, end)
+                for k in whole.keys() - {"start", "text"}: assert part[k] == whole[k][start:end], (k, start, end)
+    (fork,) = [c for c in told["calls"] if c["fork"]]
+    assert fork["cause"] == "history_edited" and fork["cost"] > 0
+    assert "to three" in fork["fork"]["now"] and "to three" not in fork["fork"]["then"]
+    assert "🦊" in told["calls"][0]["reply"]
+
+
+def test_why_and_health(run):
+    """Would catch a rollout without its reason in words, and warnings that stay out or come without cause."""
+    page = viewer.Viewer([run])
+    (told,) = page.state()["runs"]
+    assert "Harness crasher is failing: of its last 4 rollouts 4 harness_error." in [t for _, t in told["health"]], told
+    why = page.rollout("run/rollouts/step-0000/say.bash.0")["why"]
+    assert "reward 0" in why[0] and any("out.txt should hold hi" in t or "last words: 0" in t for t in why), why
+    fine = [{"phase": "rl", "train/entropy": 1.0, "fidelity/gap_mean": 0.01, "fidelity/gap_pearson": 0.999,
+             "memory/all_gb": 5.0, "groups/num": 8, "groups/zero_variance": 3, "reward/mean": 0.4, "train/ess": 1.}] * 8
+    assert viewer.health({}, fine, []) == []
+    for name, values, word in (
+            ("fidelity/gap_mean", [0.01] * 7 + [0.08], "Fidelity"), ("fidelity/gap_pearson", [0.9] * 8, "Fidelity"),
+            ("train/entropy", [1, 1, 1, .5, .4, .2, .1, .1], "collapsing"), ("train/ess", [0.2] * 8, "correction"),
+            ("groups/zero_variance", [7] * 8, "all equal"), ("memory/all_gb", [5, 5, 6, 7, 8, 9, 10, 11], "leak")):
+        warned = viewer.health({}, [m | {name: float(v)} for m, v in zip(fine, values)], [])
+        assert len(warned) == 1 and word in warned[0][1], (name, warned)
+
+
+# ---- the server ----
+
+@pytest.fixture(scope="module")
+def server(run, tmp_path_factory):
+    """-> the address of the page over the run and a second one, which grows."""
+    other = tmp_path_factory.mktemp("second") / "grows"
+    write(other / "rollouts" / "step-0000" / "a.jsonl", [call(0, [5] * 9, [6] * 3)])
+    for i in range(700): write(other / "rollouts" / "step-0001" / f"many-{i}.jsonl", [], {"started_s": 5.0})
+    with viewer.Server(viewer.Viewer([run, other]), "127.0.0.1", 0) as s:
+        threading.Thread(target=s.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{s.server_address[1]}", other
+        s.shutdown()
+
+
+def test_what_the_server_gives_out(server, run):
+    """Would catch an answer to another site's name for this address, a file outside the run, a script that the page's
+    policy lets in from anywhere, a bad request that ends the server, and a default that is more than loopback."""
+    address = server[0].removeprefix("http://")
+
+    def get(path, **headers):
+        c = http.client.HTTPConnection(address, timeout=30)
+        c.request("GET", path, headers=headers)
+        answer = c.getresponse()
+        return answer.status, answer.headers, answer.read().decode()
+    status, headers, body = get("/")
+    assert status == 200 and "unsafe" not in headers["Content-Security-Policy"]
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'sha256-")
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", body)
+    assert get("/api/state", Host="evil.example")[0] == 403 and get("/", Host="evil.example:80")[0] == 403
+    assert get("/", Host="localhost:9000")[0] == 200        # a forwarded port
+    call = "/api/tokens?id=run/rollouts/step-0000/forked&call="
+    for path, expected in ((call + "0", 200), (call + "77", 404), (call + "x", 400), ("/api/state?since=0", 200),
+                           ("/x", 404), ("/api/rollout?id=run/../../etc/passwd", 404),
+                           ("/api/rollout?id=run/config", 404),
+                           ("/../viewer.py", 404), ("/api/rollout", 400)):
+        assert get(path)[0] == expected, path
+    assert viewer.parse(["x"]).host == "127.0.0.1"
+
+
+# ---- the page ----
+
+class Tab:
+    """One page of a headless Chromium, over its DevTools protocol."""
+    def __init__(self, folder):
+        self.process = subprocess.Popen(
+            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+             "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"], stderr=subprocess.DEVNULL)
+        file, self.num, self.problems = Path(folder, "DevToolsActivePort"), 0, []
+        while not (file.is_file() and "\n" in file.read_text()):
+            assert self.process.poll() is None, "Chromium ended"
+            time.sleep(0.05)
+        with urllib.request.urlopen(f"http://127.0.0.1:{file.read_text().split()[0]}/json") as f: pages = json.load(f)
+        self.socket = open_socket(next(p["webSocketDebuggerUrl"] for p in pages if p["type"] == "page"), max_size=None)
+        for domain in ("Page", "Runtime", "Log"): self.send(f"{domain}.enable")
+        self.size(1280, 900)
+
+    def send(self, method, **params):
+        self.num += 1
+        self.socket.send(json.dumps({"id": self.num, "method": method, "params": params}))
+        while (m := json.loads(self.socket.recv(timeout=120))).get("id") != self.num:
+            if m["method"] == "Runtime.exceptionThrown" or m.get("params", {}).get("entry", {}).get("level") == "error":
+                self.problems.append(m["params"])
+        is_leaving = re.search("context|navigated", str(m.get("error")))       # asked of a page that just gave way
+        assert "error" not in m or is_leaving, m
+        return m.get("result", {})
+
+    def size(self, width, height):
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def js(self, expression):
+        """Its value; all(selector) are elements, text(selector) is what the first shows."""
+        helpers = "all = s => [...document.querySelectorAll(s)], text = s => document.querySelector(s)?.innerText ?? ''"
+        result = self.send("Runtime.evaluate", expression=f"(() => {{ const {helpers}; return {expression} }})()",
+                           awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result.get("result", {}).get("value")
+
+    def wait(self, expression):
+        """Until the expression holds."""
+        for _ in range(1200):
+            if self.js(expression): return
+            time.sleep(0.1)
+        raise AssertionError(f"never so: {expression}; {self.problems}; {self.js('text(`body`)')[:2000]}")
+
+    def open(self, url, until):
+        self.send("Page.navigate", url="about:blank")
+        self.send("Page.navigate", url=url)
+        self.wait(until)
+
+    def key(self, key):
+        for kind in ("keyDown", "keyUp"): self.send("Input.dispatchKeyEvent", type=kind, key=key)
+
+    def click(self, selector):
+        self.wait(f"all(`{selector}`).length")
+        self.js(f"all(`{selector}`)[0].dispatchEvent(new MouseEvent('click', {{bubbles: true, cancelable: true}}))")
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    if CHROMIUM is None and not os.environ.get("CI"): pytest.skip("no Chromium: bash setup.sh docker")
+    tab = Tab(tmp_path_factory.mktemp("chromium"))
+    yield tab
+    tab.socket.close()
+    tab.process.kill()
+    tab.process.wait()
+
+
+AT = "#view=rollout&id=run/rollouts/step-0000/"
+ROWS = "all(`tbody tr`).length"
+
+
+def test_overview_says_which_harness_fails(tab, server):
+    """Would catch a page that shows nothing, that does not name the harness that fails, and links that lead nowhere."""
+    tab.open(server[0] + "#view=overview&run=run", "all(`svg`).length > 3")
+    shown = tab.js("text(`main`)")
+    assert "crasher is failing" in shown and "harness_error 4" in shown and "pass@1" in shown
+    assert tab.js("all(`tbody tr`)[0].cells[0].innerText") == "crasher"         # the worst stands first
+    tab.click("a.tag[href*=crasher]")
+    tab.wait(f"location.hash.includes('outcome%3Aharness_error') && {ROWS} === 4")
+    assert tab.js("all(`header input`)[0].value") == "harness:crasher outcome:harness_error" and not tab.problems
+
+
+def test_grid_list_and_search(tab, server):
+    """Would catch a cell without its rollouts, a filter that shows others, a list that builds 700 rows at once, and a
+    search that does not find what a log or a reply holds."""
+    tab.open(server[0] + "#view=grid&run=run", "all(`.cell .sq`).length === 9 && all(`.cell`).length === 8")
+    tab.click(".sq[title^='say.bash.0']")
+    tab.wait("location.hash.includes('say.bash.0') && all(`article`).length")
+    tab.open(server[0] + "#view=list&run=grows", f"{ROWS} >= 200")
+    assert tab.js(ROWS) <= 400                              # at most one more batch, come into view
+    tab.open(server[0] + "#view=list&run=run&q=harness:bash+reward:0", f"{ROWS} === 1")
+    for word, name in (("out.txt should hold", "say.bash.0"), ("größe 🦊", "forked")):
+        tab.open(server[0] + "#view=list&run=run", f"{ROWS} > 5")
+        for event in ("new Event('input')", "new KeyboardEvent('keydown', {key: 'Enter'})"):
+            tab.js(f"(all(`header input`)[0].value = '{word}', all(`header input`)[0].dispatchEvent({event}))")
+        tab.wait(f"text(`main`).includes('in logs or replies') && text(`tbody`).includes('{name}') && {ROWS} === 1")
+    assert not tab.problems
+
+
+def test_a_rollout_shows_its_fork_and_what_it_cost(tab, server):
+    """Would catch a tree without the branch, a call whose text or tokens do not appear, colours that do not follow the
+    data, keys that do nothing, and a deep link that opens another call."""
+    tab.open(server[0] + AT + "forked", "all(`article svg g`).length >= 6 && text(`.tok`).includes('three')")
+    fork = tab.js("text(`.fork`)")
+    assert "history_edited" in fork and "to three" in fork and re.search(r"[1-9]\d* tokens were computed again", fork)
+    assert "history_edited: " in tab.js("all(`article svg`)[0].textContent")
+    tab.click("article svg g[data-call='0']")
+    tab.wait("location.hash.includes('call=0') && text(`.tok`).includes('größe 🦊')")
+    for color, seen in (("advantage", "26, 154, 108, 0.5"), ("gap", "217, 72, 15, 0.5"), ("ratio", "26, 154, 108, 0.5"),
+                        ("mask", "59, 130, 196, 0.6")):
+        tab.open(f"{server[0]}{AT}say.bash.1&call=0&mode=tokens&color={color}", "all(`.tok .sampled`).length > 3")
+        assert set(tab.js("all(`.tok .sampled`).map(e => e.style.background)")) == {f"rgba({seen})"}, color
+    assert "advantage 1," in tab.js("all(`.tok .sampled`)[0].title")
+    tab.key("j")
+    tab.wait("location.hash.includes('call=1') && text(`.panel h2`).startsWith('Call 1')")
+    tab.key("t")
+    tab.wait("location.hash.includes('mode=text')")
+    tab.key("s")
+    tab.wait("all(`article`).length === 2")
+    whys = " ".join(tab.js("all(`.why`).map(e => e.innerText)"))
+    assert "reward 0" in whys and "reward 1" in whys
+    assert not tab.problems
+
+
+def test_a_page_grows_with_its_run(tab, server):
+    """Would catch a page that shows a rollout, its next call or its end only after a reload, or throws the reader off
+    the page when something else changes."""
+    folder = server[1] / "rollouts" / "step-0000"
+    tab.open(server[0] + "#view=list&run=grows&q=step-0000", f"{ROWS} === 1")
+    path = write(folder / "late.jsonl", [call(0, [5] * 9, [6] * 3), call(1, [5] * 9 + [6] * 3 + [7], [8])])
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[:2]))
+    tab.wait(f"{ROWS} === 2 && text(`main`).includes('unfinished')")
+    tab.open(server[0] + "#view=rollout&id=grows/rollouts/step-0000/late", "all(`.calls tbody tr`).length === 1")
+    with open(path, "a") as f: f.write(whole[2])
+    tab.wait("all(`.calls tbody tr`).length === 2")
+    tab.js("window.mark = all(`article`)[0], 0")
+    write(folder / "another.jsonl", [])
+    tab.wait("S.runs.get('grows').rows.has('rollouts/step-0000/another')")
+    assert tab.js("window.mark.isConnected")
+    with open(path, "a") as f: f.write("".join(whole[3:]))
+    tab.wait("text(`.why`).includes('reward 0')")
+    assert not tab.problems
+
+
+def test_a_hostile_rollout_stays_text(tab, server, run, tmp_path):
+    """Would catch text of a prompt, reply, log, task, harness or detail that becomes markup or runs, in any view, in a
+    live page or an exported one, which also must not need anything outside itself."""
+    file = tmp_path / "out.html"
+    viewer.export(viewer.Viewer([run]), file, 40)
+    hostile = AT.removeprefix("#") + "hostile"
+    for base in (server[0], f"file://{file}"):
+        for view in ("view=overview", "view=grid", "view=list", hostile, hostile + "&mode=tokens&call=0",
+                     hostile + "&with=run/rollouts/step-0000/forked", "view=<img src=x onerror=pwned=1>&q=" + NASTY):
+            tab.open(f"{base}#{view}", "all(`main > *`).length")
+            if hostile in view: tab.wait("all(`.tok`)[0]?.innerText.includes('pwned = 1')")
+            assert tab.js("window.pwned === undefined && !all(`img, #b, main script, iframe, [onload]`).length"), view
+    assert not tab.problems
+    tab.open(f"file://{file}{AT}forked", "text(`.fork`).includes('to three')")
+    assert "exported" in tab.js("text(`#note`)")
+    assert not re.search(r"(src|href)=[\"']?https?:", file.read_text())
+
+
+def test_a_long_rollout_is_drawn_in_part(tab, server):
+    """Would catch a page that lays out 100,000 tokens at once, and the rest of them out of reach."""
+    tab.open(server[0] + AT + "long&mode=tokens", "text(`.tok`).includes('97,000 more tokens')")
+    assert 1000 < tab.js("all(`.tok span`).length") < 5000 and not tab.problems
+    tab.click(".tok button")
+    tab.wait("text(`.tok`).includes('94,000 more')")
+
+
+def test_narrow_screens(tab, server):
+    """Would catch a page that is wider than a telephone."""
+    tab.size(360, 740)
+    try:
+        for view in ("#view=overview", "#view=grid", "#view=list", AT + "forked", AT + "hostile"):
+            tab.open(server[0] + view, "all(`main > *`).length && all(`table, .grid, svg`).length")
+            assert tab.js("document.documentElement.scrollWidth") <= 360, view
+    finally: tab.size(1280, 900)
+
+
+def test_command(run, tmp_path):
+    """Would catch a command that does not say where it listens, or answers a wrong folder with a traceback."""
+    words = [sys.executable, str(Path(viewer.__file__))]
+    with subprocess.Popen([*words, str(run), "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        assert re.match(r"http://127\.0\.0\.1:\d+/ .*loopback", line), line
+        with urllib.request.urlopen(line.split()[0]) as f: assert b"harness-rl" in f.read()
+        process.terminate()
+    result = subprocess.run([*words, str(tmp_path / "none")], capture_output=True, text=True)
+    assert result.returncode == 2 and "no such folder" in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,440 @@
+"""A page over run folders, as they grow: curves, health in words, every rollout's tree, calls and tokens.
+
+    python viewer.py RUN_DIR...                     http://127.0.0.1:8765, for this machine alone
+    python viewer.py RUN_DIR --export out.html      one file with everything in it, for a colleague or an appendix
+
+RUN_DIR: an --out of train.py or rollout.py, or any folder of records (tree.py). Read only: nothing is written there.
+Covered: a rollout's text only ever becomes text (the page builds no HTML from data, and its content security policy
+runs its own script alone); on loopback a request must name that as its Host (DNS rebinding); an id is looked up.
+Not covered: there is no password. Who reaches --host reads every prompt; other users of this machine reach loopback."""
+import argparse, base64, contextlib, hashlib, json, math, re, threading, time, uuid
+from collections import Counter
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+import numpy as np
+
+import rollout, tree
+
+LOOPBACK = ("127.0.0.1", "localhost")
+LOG_BYTES = 100_000                         # shown of each end of a log
+OUTCOMES = {"ok": "The harness ended normally", "overlong": "The harness ran out of turns or of its token budget",
+            "timeout": "The agent's time limit ended it", "harness_error": "The harness ended with an error status",
+            "verifier_error": "The verifier gave no reward", "infra_error": "Sandbox, image or disk failed",
+            "no_calls": "The harness never reached the model", None: "Not finished"}
+
+
+# what the list needs of a record's line; token lists stay unparsed
+Line = msgspec.defstruct("Line", [
+    ("type", str), ("id", int | str | None, None), ("task", str, ""), ("harness", str, ""), ("model", str, ""),
+    ("started_s", float | None, None), ("kind", str, ""), ("cause", str | None, None), ("parent", int | None, None),
+    ("shared", int, 0), ("tail", msgspec.Raw, msgspec.Raw(b"[]")), ("sampled", msgspec.Raw, msgspec.Raw(b"[]")),
+    ("finish", str, ""), ("received_s", float | None, None), ("finished_s", float | None, None), ("detail", str, ""),
+    ("outcome", str | None, None), ("reward", float | None, None), ("seconds", dict[str, float], {})])
+decode_line = msgspec.json.Decoder(Line).decode
+count = lambda raw: 0 if len(raw) < 3 else bytes(raw).count(b",") + 1       # numbers in an unparsed JSON list
+
+
+def clean(x):
+    """NaN and infinities become null: JSON knows none."""
+    if isinstance(x, float): return x if math.isfinite(x) else None
+    if isinstance(x, dict): return {k: clean(v) for k, v in x.items()}
+    return [clean(v) for v in x] if isinstance(x, list) else x
+
+
+def new_lines(path: Path, offset: int):
+    """The whole lines from offset on, each with its end; the last may still be being written."""
+    with open(path, "rb") as f:
+        f.seek(offset)
+        for text in f:
+            if text.endswith(b"\n"): yield text, f.tell()
+
+
+class Record:
+    """A rollout's row in the list; read on as its file grows."""
+    def __init__(self, path: Path, id: str):
+        self.path, self.stat, self.offset, self.head, self.sizes = path, None, 0, b"", {}
+        folder, _, name = id.rpartition("/")
+        self.row = {"id": id, "folder": folder.removeprefix("rollouts/"), "task": "", "harness": "", "name": name,
+                    "started_s": None, "outcome": None, "reward": None, "detail": "", "seconds": {}, "calls": 0,
+                    "sampled": 0, "tokens": 0, "cut": 0, "engine_s": 0., "forks": {}, "cost": 0, "kinds": []}
+
+    def read_on(self) -> bool:
+        """-> has it changed?"""
+        stat = self.path.stat()
+        if self.stat == (stat.st_mtime_ns, stat.st_size): return False
+        with open(self.path, "rb") as f: head = f.readline()
+        if self.head and head != self.head: self.__init__(self.path, self.row["id"])        # written anew
+        self.stat, self.head = (stat.st_mtime_ns, stat.st_size), head
+        for text, self.offset in new_lines(self.path, self.offset):
+            try: self.take(decode_line(text))
+            except msgspec.MsgspecError as e: self.row["error"] = f"a line that ends at byte {self.offset}: {e}"
+        return True
+
+    def take(self, line: Line):
+        row = self.row
+        copied = {"rollout": ("task", "harness", "started_s"), "end": ("outcome", "reward", "detail", "seconds")}
+        row |= {k: getattr(line, k) for k in copied.get(line.type, ())}
+        if line.kind and line.kind not in row["kinds"]: row["kinds"] = [*row["kinds"], line.kind]
+        if line.type != "call": return
+        prompt, sampled = line.shared + count(line.tail), count(line.sampled)
+        if line.cause:
+            num, tokens = row["forks"].get(line.cause, (0, 0))
+            cost = min(prompt, self.sizes.get(line.parent, 0)) - line.shared            # as in tree.build
+            row["forks"], row["cost"] = row["forks"] | {line.cause: [num + 1, tokens + cost]}, row["cost"] + cost
+        self.sizes[line.id] = prompt + sampled
+        row["tokens"] = max(row["tokens"], prompt + sampled)
+        took_s = line.finished_s - line.received_s if line.finished_s and line.received_s else 0.
+        for k, v in (("calls", 1), ("sampled", sampled), ("cut", line.finish == "length"), ("engine_s", took_s)):
+            row[k] += v
+
+
+class Run:
+    def __init__(self, root: Path, name: str):
+        self.root, self.name, self.records, self.metrics, self.config = root, name, {}, [], {}
+        self.metrics_size, self.metrics_gen = 0, 0
+
+    def refresh(self, gen: int) -> bool:
+        """Reads what is new and marks it with gen. -> is anything?"""
+        changed, config, metrics = False, self.root / "config.json", self.root / "metrics.jsonl"
+        if not self.config and config.is_file():
+            with contextlib.suppress(ValueError): self.config, changed = json.loads(config.read_text()), True
+        if metrics.is_file() and (size := metrics.stat().st_size) != self.metrics_size:
+            if size < self.metrics_size: self.metrics, self.metrics_size = [], 0
+            for text, self.metrics_size in new_lines(metrics, self.metrics_size):
+                with contextlib.suppress(ValueError): self.metrics.append(clean(json.loads(text)))
+                self.metrics_gen, changed = gen, True
+        for path in self.root.rglob("*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):
+                if path not in self.records:
+                    with open(path, "rb") as f: head = f.readline()
+                    if not re.match(rb'\s*\{\s*"type":\s*"rollout".*\n', head): continue      # no record, or not yet
+                    self.records[path] = Record(path, path.relative_to(self.root).as_posix().removesuffix(".jsonl"))
+                if self.records[path].read_on(): self.records[path].row["gen"], changed = gen, True
+        return changed
+
+    def news(self, since: int) -> dict:
+        rows = [x.row for x in self.records.values()]
+        own = [SimpleNamespace(**x) for x in rows if x["folder"] != "demonstrations"]    # these are no evidence
+        return {"name": self.name, "config": self.config, "rows": [x for x in rows if x["gen"] > since],
+                "metrics": self.metrics if self.metrics_gen > since else None,
+                "health": health(self.config, self.metrics, [vars(x) for x in own]),
+                "summary": {h: rollout.summary([x for x in own if x.harness == h]) for h in {x.harness for x in own}}}
+
+
+# --- what to say of it ------------------------------------------------------------------------------------------------
+def health(config: dict, metrics: list, rows: list) -> list:
+    """Warnings in words: [how bad (1 look, 2 act), text], the worst first."""
+    out, steps = [], [m for m in metrics if m.get("phase") == "rl"]
+    got = lambda name: [m[name] for m in steps if isinstance(m.get(name), (int, float))]
+    say = lambda level, text: out.append([level, text])
+    gap, r, limit, entropy = (got("fidelity/gap_mean"), got("fidelity/gap_pearson"), config.get("max_logp_gap") or 0.1,
+                              got("train/entropy"))
+    if gap and gap[-1] > limit / 2:
+        say(2, f"Fidelity is low: engine and trainer are {gap[-1]:.3f} nats a token apart ({limit:g} stops updates).")
+    elif r and r[-1] < 0.99: say(1, f"Fidelity: probabilities of engine and trainer correlate by {r[-1]:.4f} only.")
+    if len(entropy) >= 6 and (start := fmean(entropy[:3])) > 0:
+        now = fmean(entropy[-3:])
+        if now < 0.3 * start: say(2, f"Entropy is collapsing: {start:.3f} at first, {now:.3f} now: little is explored.")
+        if now > 3 * start: say(2, f"Entropy is rising: {start:.3f} at first, {now:.3f} now: the policy falls apart.")
+    num, equal = (sum(got(k)[-3:]) for k in ("groups/num", "groups/zero_variance"))
+    if num and equal >= 0.7 * num and (reward := got("reward/mean")[-3:]):
+        say(2, f"Groups are all equal: {equal} of the last {num} have one reward throughout and teach nothing; mean "
+               f"{fmean(reward):.2f}, so the tasks are too {'easy' if fmean(reward) > 0.5 else 'hard'}.")
+    last = sorted([x for x in rows if x["outcome"]], key=lambda x: x["started_s"] or 0)[-256:]
+    of = {h: [x for x in last if x["harness"] == h] for h in sorted({x["harness"] for x in last})}
+    mean = {h: fmean([x["reward"] or 0. for x in xs]) for h, xs in of.items()}
+    for h, xs in of.items():
+        bad = Counter(x["outcome"] for x in xs if x["outcome"] not in ("ok", "overlong"))
+        told = ", ".join(f"{n} {k}" for k, n in bad.most_common())
+        is_bad = bad.total() > max(1, 0.2 * len(xs))
+        if is_bad: say(2, f"Harness {h} is failing: of its last {len(xs)} rollouts {told}.")
+        elif bad: say(1, f"Harness {h}: of its last {len(xs)} rollouts {told}.")
+        if len(xs) >= 4 and mean[h] == 0 and max(mean.values()) > 0.1 and h != "nop":
+            say(2, f"Harness {h} solves nothing in {len(xs)} rollouts, others do.")
+        unknown, cost, used = (sum(f(x) for x in xs) for f in (
+            lambda x: x["forks"].get("unknown", (0, 0))[0], lambda x: x["cost"], lambda x: x["tokens"]))
+        if unknown: say(1, f"Harness {h}: {unknown} forks of unknown cause: worth a bug report.")
+        if cost > 0.3 * used: say(1, f"Harness {h} forks dearly: {cost:,} tokens again, for paths of {used:,}.")
+    calls, cut = (sum(x[k] for x in last) for k in ("calls", "cut"))
+    if cut > 0.2 * calls: say(1, f"{cut} of the last {calls} replies were cut at max_tokens.")
+    for name, what in (("memory/all_gb", "Memory, GB,"), ("sandboxes/alive", "The number of sandboxes alive")):
+        x = got(name)[1:]
+        if len(x) >= 5 and x[-1] > 1.2 * x[0] and sum(b >= a for a, b in zip(x, x[1:])) >= 0.8 * (len(x) - 1):
+            say(2, f"{what} leaks: from {x[0]:.1f} to {x[-1]:.1f}, growing nearly every step.")
+    ess = got("train/ess")
+    if ess and ess[-1] < 0.5: say(1, f"The correction leaves {100 * ess[-1]:.0f} % of the tokens' worth.")
+    broken = [x for x in rows if "error" in x]
+    if broken: say(2, f"{len(broken)} records are broken: {broken[0]['id']}: {broken[0]['error']}")
+    return sorted(out, key=lambda x: -x[0])
+
+
+def why(row: dict, verifier: str, left_out: dict) -> list:
+    """Sentences: why this rollout got what it got."""
+    reward, took_s = row["reward"], sum(row["seconds"].values())
+    out = [f"{OUTCOMES.get(row['outcome'], row['outcome'])}; {'no reward' if reward is None else f'reward {reward:g}'}"
+           + f", {took_s:.1f} s in all" * bool(took_s)]
+    if row["detail"]: out.append(row["detail"])
+    said = [t for t in verifier.splitlines() if t.strip()]
+    if reward is not None and reward < 1:
+        out.append(f"The verifier's last words: {said[-1][:200]}" if said else "The verifier printed nothing")
+    if row["cut"]: out.append(f"{row['cut']} of {row['calls']} replies were cut at max_tokens")
+    out += [f"Forked {n} x ({cause}): {cost:,} tokens computed again" for cause, (n, cost) in row["forks"].items()]
+    return out + [f"Not trained: {n} calls ({cause})" for cause, n in left_out.items()]
+
+
+# --- what it reads ----------------------------------------------------------------------------------------------------
+@lru_cache(8)
+def load(path: Path, mtime_ns: int): return tree.read(path)
+
+
+@lru_cache(2)
+def tokens_file(path: Path, mtime_ns: int):
+    with np.load(path) as f: return dict(f)
+
+
+def token_columns(root: Path, folder: str, record) -> dict:
+    """call -> old, now, adv of its sampled tokens, NaN where train.py (--save_tokens) computed none."""
+    file = root / "tokens" / f"{folder.partition('.')[0]}.npz"
+    if not re.match(r"step-\d+", folder) or not file.is_file(): return {}
+    t, out = tokens_file(file, file.stat().st_mtime_ns), {}
+    mine = np.flatnonzero((t["id"] == record.id) & (t["started_s"] == record.started_s))
+    for c in record.calls:
+        at = np.flatnonzero(np.isin(t["rollout"], mine) & (t["call"] == c.id))
+        out[c.id] = {name: np.full(len(c.sampled_ids), np.nan) for name in ("old", "now", "adv") if len(at)}
+        for name, column in out[c.id].items():
+            column[t["pos"][at] - len(c.prompt_ids)] = t[{"old": "logp_old", "now": "logp"}.get(name, name)][at]
+    return out
+
+
+@lru_cache
+def load_tokenizer(model: str):
+    from tokenizers import Tokenizer
+    if model == "smollm2":
+        import proxy
+        model = proxy.CACHE / "smollm2-135m-instruct"
+    file = Path(model, "tokenizer.json")
+    return Tokenizer.from_file(str(file)) if model and file.is_file() else None
+
+
+def logs(path: Path) -> tuple:
+    """-> the harness's output and the verifier's; of a long log both ends."""
+    if not path.is_file(): return "", ""
+    with open(path, "rb") as f:
+        size = f.seek(0, 2)
+        f.seek(0)
+        raw = f.read(LOG_BYTES)
+        if size > 2 * LOG_BYTES: raw += f"\n[... {size - 2 * LOG_BYTES:,} bytes left out ...]\n".encode()
+        f.seek(max(LOG_BYTES, size - LOG_BYTES))
+        raw += f.read()
+    harness, _, verifier = ("\n" + raw.decode(errors="replace")).rpartition("\n=== verifier\n")
+    return (harness if _ else verifier).removeprefix("\n"), verifier if _ else ""
+
+
+# --- the answers, as JSON-able objects; an export holds the same ------------------------------------------------------
+class Viewer:
+    def __init__(self, folders: list, tokenizer=""):
+        self.tokenizer, self.pieces, self.boot, self.gen, self.checked = tokenizer, {}, uuid.uuid4().hex, 0, 0.
+        self.lock, self.runs = threading.Lock(), {}
+        for root in map(Path, folders):
+            if not root.is_dir(): raise FileNotFoundError(f"{root}: no such folder; name an --out of train.py")
+            name = re.sub(r"[^\w.-]", "-", root.resolve().name)
+            name += f"~{len(self.runs)}" * (name in self.runs)
+            self.runs[name] = Run(root, name)
+        self.answers = {"state": self.state, "rollout": self.rollout, "tokens": self.tokens, "search": self.search}
+        self.state()
+
+    def state(self, since="0", boot="") -> dict:
+        """What changed after generation `since` of this server's start (`boot`)."""
+        with self.lock:
+            if time.monotonic() > self.checked + 0.5:
+                self.gen += any([run.refresh(self.gen + 1) for run in self.runs.values()])
+                self.checked = time.monotonic()
+            since = int(since) if boot == self.boot else -1
+            runs = [run.news(since) for run in self.runs.values()] if since < self.gen else []
+            return clean({"boot": self.boot, "gen": self.gen, "runs": runs})
+
+    def find(self, id: str) -> tuple:
+        """-> run, its row's Record, the record itself, what training wrote of its tokens."""
+        run, _, name = id.partition("/")
+        run = self.runs.get(run)
+        entry = run and run.records.get(run.root / f"{name}.jsonl")
+        if not entry: raise LookupError(f"no rollout {id}")
+        record = load(entry.path, entry.path.stat().st_mtime_ns)
+        return run, entry, record, token_columns(run.root, entry.row["folder"], record)
+
+    def rollout(self, id: str) -> dict:
+        run, entry, record, columns = self.find(id)
+        row, built, by_id = entry.row, tree.build(record), {c.id: c for c in record.calls}
+        text = lambda ids: "".join(self.text(record.model, ids))
+        in_loss = {i for a in built.call for i in a.tolist()}
+        harness_log, verifier = logs(entry.path.with_suffix(".log"))
+        mean = lambda x: x[~np.isnan(x)].mean().item() if not np.isnan(x).all() else None
+
+        def show(c):
+            parent, n, column = by_id.get(c.parent), c.shared, columns.get(c.id)
+            return {"id": c.id, "kind": c.kind, "cause": c.cause, "parent": c.parent, "prompt": len(c.prompt_ids),
+                    "shared": n, "sampled": len(c.sampled_ids), "finish": c.finish, "trained": c.id in in_loss,
+                    "mean_logp": tree.mean_logp(c), "wait_s": c.received_s and c.received_s - record.started_s,
+                    "took_s": c.finished_s and c.received_s and c.finished_s - c.received_s,
+                    "cost": min(len(c.prompt_ids), len(parent.ids)) - n if c.cause and parent else 0,
+                    "fork": {"before": text(c.prompt_ids[max(0, n - 24):n]), "then": text(parent.ids[n:n + 48]),
+                             "now": text(c.prompt_ids[n:n + 48])} if c.cause and parent else None,
+                    "reply": text(c.sampled_ids[:200]), "adv": mean(column["adv"]) if column else None,
+                    "gap": mean(abs(column["old"] - c.logp_rollout)) if column else None}
+        group = [x.row["id"] for x in run.records.values()
+                 if all(x.row[k] == row[k] for k in ("folder", "task", "harness"))]
+        told = f"no tokenizer.json for model {record.model}: tokens are shown as their ids; give --tokenizer DIR"
+        return clean({"row": row | {"run": run.name}, "calls": [show(c) for c in record.calls], "group": sorted(group),
+                      "num_unique": built.num_unique, "num_flat": built.num_flat, "num_trained": built.num_trained,
+                      "why": why(row, verifier, built.left_out), "harness_log": harness_log, "verifier": verifier,
+                      "more": record.more, "tokenizer": None if self.decoder(record.model) else told})
+
+    def tokens(self, id: str, call: str, start="0", end="0") -> dict:
+        """Tokens [start, end) of a call's prompt and reply, 20,000 at most: text; and of what was sampled the engine's
+        logp, the trainer's before the update (old) and when last computed (now), adv, mask (is it trained?)."""
+        _, _, record, columns = self.find(id)
+        c = {c.id: c for c in record.calls}.get(int(call))
+        if c is None: raise LookupError(f"no call {call} in {id}")
+        start, n = max(0, int(start)), len(c.prompt_ids)
+        ids = c.ids[start:min(int(end), start + 20_000)]
+        is_trained = any(c.id in a for a in tree.build(record).call)
+        columns = {"logp": c.logp_rollout, "mask": [int(is_trained)] * len(c.sampled_ids), **columns.get(c.id, {})}
+        pad, at = [None] * min(len(ids), max(0, n - start)), slice(max(0, start - n), max(0, start + len(ids) - n))
+        return clean({"start": start, "ids": ids, "text": self.text(record.model, ids),
+                      **{k: pad + list(map(float, v[at])) for k, v in columns.items()}})
+
+    def search(self, run: str, q: str, after="0") -> dict:
+        """Rollouts whose logs or replies hold q (any case), from the after-th on; next: where it had to stop."""
+        if run not in self.runs: raise LookupError(f"no run {run}")
+        hits, begin, records = [], time.monotonic(), sorted(self.runs[run].records.items(), reverse=True)
+        for i, (path, entry) in enumerate(records[int(after):], int(after)):
+            if time.monotonic() - begin > 2: return {"hits": hits, "next": i, "of": len(records)}
+            for where, text in {"log": "\n".join(logs(path.with_suffix(".log"))), **self.replies(path)}.items():
+                if (at := text.lower().find(q.lower())) >= 0:
+                    hits.append({"id": entry.row["id"], "where": where, "text": text[max(0, at - 60):at + 100]})
+                    break
+        return {"hits": hits, "next": None, "of": len(records)}
+
+    def replies(self, path: Path) -> dict:
+        """call -> what was sampled."""
+        lines = []
+        for text, _ in new_lines(path, 0):
+            with contextlib.suppress(msgspec.MsgspecError): lines.append(decode_line(text))
+        tok, calls = self.decoder(next((x.model for x in lines), "")), [x for x in lines if x.type == "call"]
+        if tok is None: return {}
+        texts = tok.decode_batch([msgspec.json.decode(x.sampled) for x in calls], skip_special_tokens=False)
+        return {f"call {x.id}": text for x, text in zip(calls, texts)}
+
+    def decoder(self, model: str): return load_tokenizer(self.tokenizer or model)
+
+    def text(self, model: str, ids: list) -> list:
+        """A text for each token; of a character in several tokens the first has it all."""
+        tok, known, out, i = self.decoder(model), self.pieces.setdefault(model, {}), [], 0
+        if tok is None: return [f"⟨{i}⟩" for i in ids]
+        decode = lambda x: tok.decode(x, skip_special_tokens=False)
+        base = tok.encode("a", add_special_tokens=False).ids        # after it: some drop a space where a text begins
+        for t in set(ids) - known.keys(): known[t] = decode(base + [t])[len(decode(base)):]
+        while i < len(ids):
+            piece, n = known[ids[i]], 1
+            if "\ufffd" in piece:
+                n = next((n for n in range(2, 8) if "\ufffd" not in decode(base + ids[i:i + n])), 1)
+                piece = decode(base + ids[i:i + n])[len(decode(base)):]
+            out += [piece] + [""] * (min(n, len(ids) - i) - 1)
+            i += n
+        return out
+
+
+# --- page, export, server ---------------------------------------------------------------------------------------------
+def page(data="null") -> tuple:
+    """-> the page with data in it, and the content security policy that lets its own script and style run alone."""
+    html = Path(__file__).with_name("viewer.html").read_text()
+    inline = [re.search(f"<{tag}>(.*?)</{tag}>", html, re.S)[1].encode() for tag in ("script", "style")]
+    script, style = (base64.b64encode(hashlib.sha256(text).digest()).decode() for text in inline)
+    policy = (f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
+              "base-uri 'none'; form-action 'none'")
+    return html.replace("@CSP@", policy).replace("@DATA@", data.replace("<", "\\u003c")), policy
+
+
+def export(viewer: Viewer, file: Path, limit: int):
+    """Everything but rollouts, and of these at most `limit`: in turn by harness, outcome and reward, failures first."""
+    state, pools = viewer.state(), {}
+    answers = {"state": state}
+    for run in state["runs"]:
+        for row in sorted(run["rows"], key=lambda r: (r["reward"] or 0, -(r["started_s"] or 0))):
+            pool = pools.setdefault((run["name"], row["harness"], row["outcome"], row["reward"]), [])
+            if "error" not in row: pool.append(f"{run['name']}/{row['id']}")
+    turns = sorted((i, k) for k, pool in enumerate(pools.values()) for i in range(len(pool)))
+    for i, k in turns[:limit]:
+        id = list(pools.values())[k][i]
+        answers[f"rollout?id={id}"] = r = viewer.rollout(id)
+        for c in r["calls"]:
+            query = {"id": id, "call": c["id"], "start": 0 if c["parent"] is None else c["shared"]}
+            answers["tokens?" + "&".join(f"{k}={v}" for k, v in query.items())] = viewer.tokens(**query, end=1 << 30)
+    file.write_text(page(json.dumps(answers))[0])
+    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB, {min(limit, len(turns))} of {len(turns)} rollouts in full")
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, viewer: Viewer, host: str, port: int):
+        super().__init__((host, port), Handler)
+        self.viewer, self.is_local = viewer, host in LOOPBACK
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        url, answers = urlsplit(self.path), self.server.viewer.answers
+        name = url.path.removeprefix("/api/")
+        host = re.sub(r":\d+$", "", self.headers.get("Host", ""))      # any port: it may be forwarded
+        if self.server.is_local and host not in LOOPBACK: return self.reply(403, {"error": f"not this Host: {host}"})
+        if url.path == "/":
+            html, policy = page()
+            return self.reply(200, html, "text/html; charset=utf-8", policy + "; frame-ancestors 'none'")
+        if name == url.path or name not in answers: return self.reply(404, {"error": f"no {url.path}"})
+        try: self.reply(200, answers[name](**dict(parse_qsl(url.query))))
+        except LookupError as e: self.reply(404, {"error": str(e)})
+        except (ValueError, TypeError, FileNotFoundError) as e: self.reply(400, {"error": str(e)})
+
+    def reply(self, status: int, body, kind="application/json", policy="default-src 'none'"):
+        body = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        for k, v in {"Content-Type": kind, "Content-Length": str(len(body)), "Content-Security-Policy": policy,
+                     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+                     "Cross-Origin-Resource-Policy": "same-origin"}.items(): self.send_header(k, v)
+        with contextlib.suppress(ConnectionError):          # the reader has gone
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *_): pass         # http.server's own, a line a request
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="A page over run folders, as they grow.", allow_abbrev=False)
+    p.add_argument("folders", nargs="+", metavar="RUN_DIR", help="an --out of train.py or rollout.py")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on; by default only this machine reaches it")
+    p.add_argument("--port", type=int, default=8765, help="0 = any free one")
+    p.add_argument("--tokenizer", default="", help="folder with a tokenizer.json (default: the recorded model's)")
+    p.add_argument("--export", metavar="FILE", help="write one self-contained page instead of serving")
+    p.add_argument("--export_rollouts", type=int, default=40, help="rollouts in full in an export, at most")
+    return p.parse_args(argv)
+
+
+def main(args):
+    viewer = Viewer(args.folders, args.tokenizer)
+    if args.export: return export(viewer, Path(args.export), args.export_rollouts)
+    server = Server(viewer, args.host, args.port)
+    told = "on loopback: for this machine alone" if server.is_local else "NOT on loopback: who reaches it reads it all"
+    print(f"http://{args.host}:{server.server_address[1]}/  listens {told}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__": rollout.command(main, parse())
