@@ -1,9 +1,11 @@
 """Recorded traffic of real harnesses (tests/wire: their prose is masked, their structure is not) through the proxy. The
 scripted engine says what the model had said then; what a harness made of it comes back as it did then."""
 import asyncio
+import dataclasses
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,45 @@ def live(name, script, proxy, bubblewrap, folder, here="one\n", timeout_s=600, *
     (folder / "out").mkdir()
     record = runner.run(rollout.Job(task, name, script=tuple(script)), folder / "out")
     return record, (folder / "out" / f"task.{name}.0.log").read_text()
+
+
+def union(*records):
+    """The tree of several rollouts of one task as if they were one."""
+    calls = [dataclasses.replace(c, id=i) for i, c in enumerate(c for r in records for c in r.calls)]
+    return tree.build(dataclasses.replace(records[0], calls=calls))
+
+
+@pytest.mark.parametrize("name", ["pi", pytest.param("opencode", marks=pytest.mark.slow)])
+def test_a_real_harness_replayed_to_a_call_goes_on_live(name, roomy_proxy, bubblewrap, tmp_path):
+    """Would catch a replay that real prompts do not match (dates, ids, places that change from run to run), that
+    samples anew what is on record, that repeats or skips a reply where it goes live, or whose record is no second
+    branch of the first one's tree: at the reply where the record ends, at the tool's output where the world differs.
+    (Codex cannot be replayed so: each output of its tools has a random chunk id and a time in it.)"""
+    script = harnesses.load(name).demonstrate(COMMANDS)
+    first, log = live(name, script, roomy_proxy, bubblewrap, tmp_path / "first")
+    assert first.reward == 1 and len(first.calls) == len(script) == 4, log
+    never = "This is never said."
+    for k in 1, 2:                                          # killed after k calls: the rest is lived again, otherwise
+        other = [never] * k + harnesses.load(name).demonstrate(["echo other >> out.txt", COMMANDS[1]])
+        record, log = live(name, other, roomy_proxy, bubblewrap, tmp_path / f"killed{k}", replay=first.calls[:k])
+        assert record.reward == 1 and [c.cause for c in record.calls] == [None] * (k + 3), log
+        for old, new in zip(first.calls[:k], record.calls):
+            assert (old.prompt_ids, old.template_ids, old.sampled_ids) == (
+                new.prompt_ids, new.template_ids, new.sampled_ids)
+        both, fork = union(first, record), first.calls[k]
+        assert record.calls[k].prompt_ids == fork.prompt_ids and len(both.paths) == 2
+        shared = tree.lcp(*both.paths)
+        assert len(fork.prompt_ids) <= shared < min(len(fork.ids), len(record.calls[k].ids))
+        assert both.num_unique == sum(map(len, both.paths)) - shared                # one branch, there
+    record, log = live(name, [never, *script[1:]], roomy_proxy, bubblewrap, tmp_path / "elsewhere", "uno\n",
+                       replay=list(first.calls))
+    assert record.reward == 1 and len(record.calls) == 4, log
+    both = union(first, record)
+    assert len(both.paths) == 2 and len(first.calls[0].ids) < tree.lcp(*both.paths) < len(first.calls[1].prompt_ids)
+    record, log = live(name, [never] * 4, roomy_proxy, bubblewrap, tmp_path / "strict", "uno\n",
+                       replay=list(first.calls), is_strict=True)
+    assert len(record.calls) == 1 and re.search(r"replay: call 1: token \d+ of the prompt begins '.*uno.*recorded in "
+                                                r"call 1: '.*one", log), log
 
 
 @pytest.mark.slow
