@@ -588,6 +588,7 @@ class Proxy:
                      "--enable-auto-tool-choice", "--tool-call-parser", tool_parser, "--disable-fastapi-docs",
                      "--worker-extension-cls", "proxy.WeightReceiver", *engine_args]
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")    # INFO shows what vLLM decided
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)   # else a traceback for each broken tool call
         self.is_scripted = engine == "scripted"
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="proxy", daemon=True)
