@@ -206,9 +206,10 @@ def make_recorder():
 
         async def add_request(self, *args, **kw):
             queue = await super().add_request(*args, **kw)
-            CALL.get().state = state = self.output_processor.request_states.get(queue.request_id)
-            # text of each log-probability's token: vLLM makes it anew for a harness that asks
-            if state is not None: state.logprobs_processor.tokenizer = None
+            state = self.output_processor.request_states.get(queue.request_id)
+            if (call := CALL.get()) is not None and state is not None:
+                call.state = state
+                state.logprobs_processor.tokenizer = None   # else it makes each one's text: for a harness that asks, later
             return queue
 
         async def sample(self, call, prompt, p, request_id, kw, outputs):
