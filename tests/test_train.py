@@ -165,7 +165,7 @@ def test_other_algorithms(learnt, tasks, tmp_path, algo):
     moved = [r for r in rl if "train/grad_norm" in r]
     assert len(rl) == 3 and moved and max(r["packing/gradient_error"] for r in rl if "packing/logp_error" in r) < 1e-4
     for r in rl: assert 1 <= r["groups/rounds"] <= 2 and r["groups/dropped"] < r["groups/num"] or r not in moved, r
-    for r in moved: assert np.isfinite([r["train/loss"], r["train/kl_ref"]]).all() and 0 < r["train/ess"] <= 1, r
+    for r in moved: assert np.isfinite([r["train/loss"], r["train/kl_ref"]]).all() and 0 < r["train/ess"] < 1 + 1e-6, r
     if algo == "gspo":                                      # the second epoch: what was favoured is likelier by now
         assert moved[0]["train/ratio"] != 1 and max(r["train/clipped_high"] + r["train/clipped_low"] for r in moved) > 0
     if algo == "ppo":
@@ -491,12 +491,16 @@ def rows_of(out):
     return [{k: v for k, v in r.items() if not k.startswith(("time", "memory"))} for r in rows]
 
 
+def close(x, **tolerance):
+    return pytest.approx(x, nan_ok=True, **tolerance) if isinstance(x, (int, float)) else x
+
+
 def compare(got, want):
     """Rows of metrics that other numbers of ranks may have computed."""
     assert [(r["phase"], r.get("step")) for r in got] == [(r["phase"], r.get("step")) for r in want]
     for g, w in zip(got, want):
         w = {k: v for k, v in w.items() if k != "tokens/unique"}            # depends on the cut into micro-batches
-        assert {k: g[k] for k in w} == pytest.approx(w, rel=1e-4, abs=1e-5, nan_ok=True)
+        assert {k: g[k] for k in w} == {k: close(v, rel=1e-4, abs=1e-5) for k, v in w.items()}
 
 
 def gradients(out, step):
@@ -546,7 +550,7 @@ def test_killed_at_any_point_and_resumed(tiny, tasks, learnt, launch, tmp_path, 
               lambda: (out / "checkpoint.tmp").exists()]
 
     def check():
-        assert rows_of(out) == [pytest.approx(r, rel=1e-5, abs=1e-7, nan_ok=True) for r in rows]
+        assert rows_of(out) == [{k: close(v, rel=1e-5, abs=1e-7) for k, v in r.items()} for r in rows]
         assert [x.name for x in saved.glob("step-*")] == ["step-0002"]
         got = weights(out / "checkpoint")
         assert got.keys() == whole.keys() and all(torch.allclose(got[k], whole[k], rtol=1e-4, atol=1e-6) for k in got)
@@ -595,6 +599,7 @@ def test_two_nodes(tiny, tasks, learnt, tmp_path):
     compare(rows_of(out), rows_of(learnt[0]))
 
 
+@pytest.mark.slow
 def test_a_killed_run_and_a_dead_engine(learnt, tasks, tmp_path):
     """Would catch an engine that dies and takes the run with it, rollouts that are sampled again although they were
     done, an engine that outlives its killed trainer (and keeps its memory), and a resumed engine with old weights (the
