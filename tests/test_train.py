@@ -1,21 +1,29 @@
 """train.py end to end on a tiny random model: real engine, sandboxes, harness and updates."""
 import dataclasses
+import datetime
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from conftest import ROOT, make_task
 import algos
+import rollout
 import train as loop
 import tree
 
@@ -49,6 +57,15 @@ def train(*args, is_quick=True, **kw):
     metrics = args[2] / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return result.returncode, result.stderr, [json.loads(line) for line in lines]
+
+
+def alive(marker):
+    """Processes whose environment holds the marker."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try: found += [pid] if marker.encode() in open(f"/proc/{pid}/environ", "rb").read() else []
+        except OSError: pass
+    return found
 
 
 def weights(folder):
@@ -330,6 +347,21 @@ def test_micro_batches_keep_rollouts_whole_where_needed(flags):
     assert all(len(h) == 1 for h in homes.values()) == bool(flags), homes
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_ranks_get_as_many_turns_and_like_tokens(world):
+    """Would catch ranks that idle while one computes, a path that is left out or computed twice, budgets that balance
+    breaks: 40 rollouts of 20 to 400 tokens."""
+    chance, cfg = random.Random(world), loop.Config(micro_batch_tokens=1000)
+    sampled = [[chance.randrange(10, 10**4) for _ in range(chance.randrange(20, 400))] for _ in range(40)]
+    batch = loop.make_batch([tree.build(forked(1., [ids])) for ids in sampled], 0)
+    turns = [loop.micro_batches(batch, range(40), cfg, rank, world) for rank in range(world)]
+    assert len(set(map(len, turns))) == 1 and None not in sum(turns, [])
+    assert sorted(i for t in turns for g in t for i in g) == list(range(40))
+    tokens = np.array([[len(tree.pack([batch.paths[i] for i in g], [[1]] * len(g)).ids) for g in t] for t in turns])
+    assert tokens.max() <= 1000 and len(turns[0]) <= -(-tokens.sum() // 1000 // world) + 1
+    assert tokens.sum(1).max() <= 1.15 * tokens.sum(1).mean(), tokens
+
+
 @pytest.mark.parametrize("wrong", [
     {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1}, {"lam": 1.5},
     {"group_size": 1, "algo": "ppo", "max_resample": 1}, {"overlong_buffer": 5000}, {"max_resample": -1},
@@ -410,14 +442,231 @@ def test_ctrl_c_leaves_nothing(tiny, tasks, tmp_path):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr[-3000:]
-
-    def alive():
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try: found += [pid] if marker.encode() in open(f"/proc/{pid}/environ", "rb").read() else []
-            except OSError: pass
-        return found
     deadline = time.monotonic() + 30
-    while alive() and time.monotonic() < deadline: time.sleep(0.2)
-    assert not alive() and not list(tmp_path.glob("harness-rl_*")) and not list(tmp_path.glob("hrl-*"))
+    while alive(marker) and time.monotonic() < deadline: time.sleep(0.2)
+    assert not alive(marker) and not list(tmp_path.glob("harness-rl_*")) and not list(tmp_path.glob("hrl-*"))
     assert not [path for path in tmp_path.iterdir() if path.is_socket()]
+
+
+# ---- recorded rollouts, other numbers of ranks, kills
+
+AS_LEARNT = ["--warmup_steps=40", "--warmup_rollouts=4", "--warmup_lr=1e-2", "--lr=1e-3", "--num_epochs=2",
+             "--group_size=8", "--max_tokens=16"]
+
+
+def go_on(learnt, out):
+    """A copy of the run `learnt` as it stood after its cold start."""
+    shutil.copytree(learnt[0], out, ignore=shutil.ignore_patterns("rollouts", "checkpoint", "step-0002"))
+    return out
+
+
+def as_rank(rank, world, store, argv):
+    """One of several ranks without torchrun, in a process that has imported everything already."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    if world > 1: dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    rollout.command(loop.main, loop.parse(argv))
+
+
+@pytest.fixture(scope="module")
+def launch():
+    """launch(command, world) -> processes of the ranks, started."""
+    context = multiprocessing.get_context("forkserver")
+    old, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), f"{ROOT}:{ROOT}/tests"
+    os.environ["OMP_NUM_THREADS"] = "1"         # the sums come in one order; and no thread pool stands before a fork
+    context.set_forkserver_preload(["test_train", "transformers.models.llama.modeling_llama"])
+
+    def launch(words, store, world=1):
+        ranks = [context.Process(target=as_rank, args=(i, world, store, words[2:])) for i in range(world)]
+        for p in ranks: p.start()
+        return ranks
+    yield launch
+    del os.environ["OMP_NUM_THREADS"]
+    if old is None: del os.environ["PYTHONPATH"]
+    else: os.environ["PYTHONPATH"] = old
+
+
+def rows_of(out):
+    """metrics.jsonl without times and memory."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not k.startswith(("time", "memory"))} for r in rows]
+
+
+def close(x, **tolerance):
+    return pytest.approx(x, nan_ok=True, **tolerance) if isinstance(x, (int, float)) else x
+
+
+def compare(got, want):
+    """Rows of metrics that other numbers of ranks may have computed."""
+    assert [(r["phase"], r.get("step")) for r in got] == [(r["phase"], r.get("step")) for r in want]
+    for g, w in zip(got, want):
+        w = {k: v for k, v in w.items() if k != "tokens/unique"}            # depends on the cut into micro-batches
+        assert {k: g[k] for k in w} == {k: close(v, rel=1e-4, abs=1e-5) for k, v in w.items()}
+
+
+def gradients(out, step):
+    """Adam's mean of the gradients in the state after a step, one vector, whatever the number of ranks that saved."""
+    tensors, folder = {}, out / "saved" / f"step-{step:04}"
+    for name, about in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        if name.endswith("/exp_avg"): tensors[name] = torch.empty(about.size)
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return torch.cat([t.flatten() for _, t in sorted(tensors.items())]).double()
+
+
+def test_recorded_rollouts_give_the_same_on_1_2_and_4_ranks(tiny, tasks, learnt, launch, tmp_path):
+    """Would catch a loss or gradient that depends on how the batch is dealt to ranks, empty turns that count, a saved
+    state that only fits its own number of ranks, moments or task order that a resumed run has lost, and a replay that
+    is not the recorded run: metrics of the run itself, the gradients over its four updates."""
+    for world in (1, 2, 4):
+        out = go_on(learnt, tmp_path / str(world))
+        words = command(tiny, tasks, out, *AS_LEARNT, "--resume", f"--rollouts={learnt[0]}", "--save_every=1",
+                        "--keep_saved=3", "--micro_batch_tokens=256",
+                        *["--activation_checkpointing"] * (world == 2))
+        for p in launch(words, tmp_path / f"store-{world}", world):
+            p.join(300)
+            assert p.exitcode == 0, world
+        compare(rows_of(out), rows_of(learnt[0]))
+        first = first if world > 1 else [gradients(out, s) for s in (1, 2)]
+        for g, step in zip(first, (1, 2)): assert (gradients(out, step) - g).norm() <= 1e-5 * g.norm(), (world, step)
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_point_and_resumed(tiny, tasks, learnt, launch, tmp_path, num_kills):
+    """Would catch whatever a saved state leaves out (a moment, the critic, the reference, the order of tasks or of
+    minibatches), states that are not whole, lines of metrics that come twice or are torn, and a checkpoint that a kill
+    leaves half written: PPO with a reference on recorded rollouts, kill -9, the same command again, until it ends."""
+    make = lambda out: command(
+        tiny, tasks, out, *AS_LEARNT, f"--rollouts={learnt[0]}", "--warmup_steps=4", "--algo=ppo", "--kl_loss=0.01",
+        "--num_minibatches=2", "--value_warmup_steps=1", "--value_lr=1e-3", "--max_logp_gap=0", "--save_every=1",
+        "--keep_saved=1", "--resume")
+    begin = time.monotonic()
+    p, = launch(make(tmp_path / "whole"), None)
+    p.join(300)
+    assert p.exitcode == 0
+    length, out, chance = time.monotonic() - begin, tmp_path / "run", random.Random(num_kills)
+    rows, saved = rows_of(tmp_path / "whole"), out / "saved"
+    whole = weights(tmp_path / "whole" / "checkpoint")
+    points = [lambda: (saved / "step-0000").exists() and (saved / "tmp").exists(),       # while it writes a state
+              lambda: '"rl", "step": 1,' in (out / "metrics.jsonl").read_text() and not (saved / "step-0002").exists(),
+              lambda: (out / "checkpoint.tmp").exists()]
+
+    def check():
+        assert rows_of(out) == [{k: close(v, rel=1e-5, abs=1e-7) for k, v in r.items()} for r in rows]
+        assert [x.name for x in saved.glob("step-*")] == ["step-0002"]
+        got = weights(out / "checkpoint")
+        assert got.keys() == whole.keys() and all(torch.allclose(got[k], whole[k], rtol=1e-4, atol=1e-6) for k in got)
+    for i in range(num_kills):
+        p, = launch(make(out), None)
+        if i >= len(points): p.join(chance.uniform(0, length))
+        while i < len(points) and p.is_alive() and not ((out / "metrics.jsonl").exists() and points[i]()):
+            time.sleep(0.001)
+        p.kill()
+        p.join()
+        if (out / "checkpoint").exists():
+            check()
+            shutil.rmtree(out)
+    p, = launch(make(out), None)
+    p.join(300)
+    assert p.exitcode == 0
+    check()
+    p, = launch(make(out), None)                            # a run that is complete stays as it is
+    p.join(300)
+    assert p.exitcode == 0
+    check()
+
+
+@pytest.mark.slow
+def test_two_nodes(tiny, tasks, learnt, tmp_path):
+    """Would catch what holds on one machine alone: ranks that find each other by local names or ports, a run folder
+    that each node writes. Two network namespaces with a cable between, torchrun --nnodes 2."""
+    nodes, out = [f"hrl{os.getpid() % 10**6}{x}" for x in "ab"], go_on(learnt, tmp_path / "run")
+    words = command(tiny, tasks, out, *AS_LEARNT, "--resume", f"--rollouts={learnt[0]}")
+    ip = lambda *words: subprocess.run(["ip", *words], check=True)
+    for node in nodes: ip("netns", "add", node)
+    try:
+        ip("link", "add", nodes[0], "netns", nodes[0], "type", "veth", "peer", "name", nodes[1], "netns", nodes[1])
+        for i, node in enumerate(nodes):
+            ip("-n", node, "addr", "add", f"10.77.0.{i + 1}/24", "dev", node)
+            for name in (node, "lo"): ip("-n", node, "link", "set", name, "up")
+        ranks = [subprocess.Popen(
+            ["ip", "netns", "exec", node, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
+             str(i), "--nproc-per-node", "1", "--master-addr", "10.77.0.1", "--master-port", "29500", *words[1:]],
+            cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": node}) for i, node in enumerate(nodes)]
+        try: assert [p.wait(300) for p in ranks] == [0, 0]
+        finally:
+            for p in ranks: p.kill()
+    finally:
+        for node in nodes: ip("netns", "delete", node)
+    compare(rows_of(out), rows_of(learnt[0]))
+
+
+@pytest.mark.slow
+def test_a_killed_run_and_a_dead_engine(learnt, tasks, tmp_path):
+    """Would catch an engine that dies and takes the run with it, rollouts that are sampled again although they were
+    done, an engine that outlives its killed trainer (and keeps its memory), and a resumed engine with old weights (the
+    gap)."""
+    out, marker = tmp_path / "run", f"HARNESS_RL_TEST_{os.getpid()}_kill"
+    words = command(learnt[0] / "checkpoint", tasks, out, "--save_every=1", "--resume", "--lr=1e-3", "--group_size=8")
+    with open(tmp_path / "stdout", "w") as f:
+        process = psutil.Popen(words, cwd=ROOT, stdout=f, stderr=f, env={**os.environ, marker: "1"})
+    until = lambda folder, mark: any(mark in x.read_text() for x in (out / "rollouts" / folder).glob("*.jsonl"))
+
+    def wait(condition):
+        deadline = time.monotonic() + 300
+        while not condition() and process.is_running() and process.status() != "zombie" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert condition(), (tmp_path / "stdout").read_text()[-3000:]
+    wait(lambda: until("step-0000", '"rollout"'))
+    engine, = [p for p in process.children(recursive=True) if "EngineCore" in p.name() + "".join(p.cmdline())]
+    engine.kill()
+    wait(lambda: until("step-0001", '"end"'))
+    process.kill()
+    process.wait(30)
+    assert "engine died during step-0000" in (tmp_path / "stdout").read_text()
+    ended = {p: p.read_text() for p in (out / "rollouts").glob("step-*/*.jsonl") if '"end"' in p.read_text()}
+    deadline = time.monotonic() + 60
+    while alive(marker) and time.monotonic() < deadline: time.sleep(0.1)
+    assert not alive(marker)
+    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, out, *words[-4:])
+    assert status == 0, stderr[-3000:]
+    assert all(p.read_text() == text for p, text in ended.items())
+    rl = [r for r in rows if r["phase"] == "rl"]
+    assert [r["step"] for r in rl] == [0, 1] and sum(r["phase"] == "ready" for r in rows) == 1
+    assert not any("outcome/infra_error" in r for r in rl), rl
+    gaps = [r["fidelity/gap_mean"] for r in rl if "fidelity/gap_mean" in r]
+    assert gaps and max(gaps) < 1e-3
+
+
+def late(rank, store, answers):
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2,
+                            timeout=datetime.timedelta(minutes=5))
+    loop.peers()
+    if rank == 0:
+        try: loop.gather("here", 2, deadline_s=1.)
+        except TimeoutError as e: answers.put(str(e))
+    time.sleep(600)
+
+
+def test_a_rank_that_does_not_come_is_named(launch, tmp_path):
+    """Would catch ranks that wait for a hanging one for ever, or that end without telling for whom they waited."""
+    context = multiprocessing.get_context("forkserver")
+    answers = context.Queue()
+    ranks = [context.Process(target=late, args=(i, tmp_path / "store", answers)) for i in (0, 1)]
+    for p in ranks: p.start()
+    try: answer = answers.get(timeout=300)
+    finally:
+        for p in ranks: p.kill(), p.join()
+    assert "Ranks 1" in answer, answer
+
+
+def test_resume_refuses_what_does_not_fit(tmp_path):
+    """Would catch a run written over another, flags under which a saved state means something else, and records asked
+    for that are not there."""
+    out, cfg = tmp_path / "run", loop.Config
+    (out / "rollouts").mkdir(parents=True)
+    with pytest.raises(AssertionError, match="--resume"): loop.check(cfg(out=str(out)))
+    (out / "config.json").write_text(json.dumps({"seed": 1, "lr": 1.}))
+    loop.check(cfg(out=str(out), resume=True, seed=1))
+    with pytest.raises(AssertionError, match="--seed 0: .* began with 1"): loop.check(cfg(out=str(out), resume=True))
+    with pytest.raises(AssertionError, match="0 steps"): loop.check(cfg(out=str(tmp_path / "a"), rollouts=str(out)))
+    with pytest.raises(AssertionError, match="itself"):
+        loop.check(cfg(out=str(out), resume=True, seed=1, steps=0, rollouts=str(out)))
