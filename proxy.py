@@ -546,10 +546,11 @@ class Answer:
 
     async def send_error(self, status: int, message: str):
         """An error as the last event of a stream."""
-        self.is_told, self.is_done = True, not self.gone.is_set()
+        self.is_told = True
         data = error_body(self.path, status, message)
         if self.path == "/v1/responses": data = data["error"] | {"type": "error"}
         await self.to_client({"type": "http.response.body", "body": event(data)})
+        self.is_done = not self.gone.is_set()
 
 
 def error_body(path: str, status: int, message: str) -> dict:
