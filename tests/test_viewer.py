@@ -1,5 +1,4 @@
 """viewer.py: its list against tree.py, and the page in headless Chromium over records of real rollouts."""
-import base64
 import http.client
 import json
 import os
