@@ -27,8 +27,9 @@ sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm
     rollouts of nop a second through rollout.Runner over bare pairs of the same commands (`true`, tests/test.sh), as
     many at once; leaked: left at the end.
 proxy: chat completions over unix sockets, by clients and prompt length: through the proxy (a session a client, recorded
-    and grafted) and through vLLM's unmodified server over the same engine, a small random model, so that the server's
-    own time is not hidden behind the engine's. Each client holds a conversation of --num calls (0 = 4) of 16 tokens.
+    and grafted) and through vLLM's unmodified server over the same engine. The model has two small layers and random
+    weights, so that the server's own time is not hidden behind the engine's, or is --model, with prompts that fit it
+    (smollm2: --scale 0.3). Each of --clients holds a conversation of --num calls (0 = 4) of 16 tokens.
     throughput_ratio: sampled tokens a second, ours over plain; added_ms: median time of a call, ours less plain;
     added_cpu_ms: the same in CPU time of this process, clients included.
 graft: CPU time. session_growth: of a call (graft, record) of a session that grows to 120k tokens, the last 20 of 200
@@ -282,16 +283,16 @@ def make_engine(model: str, max_model_len: int):
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "KMP_BLOCKTIME": "1", "HF_HUB_OFFLINE": "1"}
         torch.multiprocessing.set_sharing_strategy("file_system")
         extra += ["--block-size", "32", "--max-num-seqs", "64"]
-    return boundary.Proxy(boundary.resolve_model(model), max_model_len=max_model_len, engine_args=extra)
+    return boundary.Proxy(boundary.resolve_model(model, max_model_len), max_model_len=max_model_len, engine_args=extra)
 
 
-def random_model(folder: str):                              # 2 small layers behind SmolLM2's tokenizer, 32k context
+def random_model(folder: str):                              # 2 small layers behind SmolLM2's tokenizer, 128k context
     import proxy as boundary
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(boundary.resolve_model("smollm2"))
     LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32768, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
+        num_key_value_heads=1, max_position_embeddings=2**17, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -343,10 +344,12 @@ async def converse(addresses: list, num_words: int, num_calls: int) -> tuple:
 
 def bench_proxy(args) -> dict:
     rows, num_calls, long = [], args.num or 4, round(20_000 * (args.scale or 1.))
-    with tempfile.TemporaryDirectory() as tmp, make_engine(random_model(f"{tmp}/model"), 32768) as proxy:
+    context = 512 + long + 64 * num_calls
+    with (tempfile.TemporaryDirectory() as tmp,
+          make_engine(args.model or random_model(f"{tmp}/model"), context) as proxy):
         plain = f"{tmp}/plain.sock"
         server = proxy.call(plain_server(proxy, plain))
-        for clients, num_words in [(c, n) for n in (8, long) for c in (1, 16, 64)]:
+        for clients, num_words in [(c, n) for n in (8, long) for c in args.clients]:
             rounds = []
             for i in range(6):
                 sessions = [proxy.open_session(str(c), f"{tmp}/{c}.jsonl", {}) for c in range(clients)]
@@ -448,9 +451,12 @@ def parse(argv=None):
                                 allow_abbrev=False)
     p.add_argument("name", help=f"one of {', '.join(BENCHMARKS)}")
     p.add_argument("runs", nargs="*", metavar="RUN_DIR", help="runs: folders of train.py, of one configuration")
-    p.add_argument("--scale", type=float, default=0., 
+    p.add_argument("--scale", type=float, default=0.,
                    help="tree, packing, proxy: token counts times this (0 = 1; packing on a CPU 0.1)")
     p.add_argument("--num", type=int, default=0, help="sandbox: rollouts (0 = 16); proxy: calls; weights: rounds")
+    p.add_argument("--clients", type=lambda text: [*map(int, text.split(","))], default=[1, 16, 64],
+                   help="proxy: numbers of them, as 1,16,64")
+    p.add_argument("--model", help="proxy: a Hugging Face folder or smollm2 in place of the small random model")
     p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return p.parse_args(argv)
 

@@ -195,6 +195,7 @@ def make_recorder():
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
                 p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
                 p.stream_interval = 2**30                   # the first token, then all others at once
+                p.skip_clone = True                         # it is nobody else's
                 call.id = session.num_started
                 session.num_started += 1
                 session.seen.append(call)
@@ -244,8 +245,9 @@ def make_recorder():
 
         def replayed(self, call):
             """The recorded outputs of an equal prompt, or None: from then on the session is live."""
-            session, ids = call.session, list(call.template_ids)
+            session = call.session
             if session.replay is None: return None
+            ids = list(call.template_ids)
             old = next((c for c in session.replay if c.template_ids == ids), None)
             if old is None:
                 nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, ids), default=None)
@@ -619,6 +621,7 @@ class Proxy:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
         from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.v1.engine import async_llm
         try: args = make_arg_parser(FlexibleArgumentParser()).parse_args(self.args)
         except SystemExit:
@@ -653,6 +656,7 @@ class Proxy:
         self.uvicorn.load()
         self.uvicorn.http_protocol_class = bounded(self.uvicorn.http_protocol_class, self)
         self.state = uvicorn.server.ServerState()
+        freeze_gc_heap()                                    # as vLLM's own launcher does: no pass over all that is loaded
 
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
