@@ -18,15 +18,17 @@ experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); samplin
 heeded; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); broken
 tool calls that come back; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
 one, streamed or not, while an equal request beside a live one is another sample; a session's budget of calls and
-tokens; bodies over 64 MB, requests that do not end, connections without number and finished sessions are refused, what
-no engine was asked for is never told as a fault of ours; replay of a record; a scripted policy (`--engine scripted`)
-in place of the engine's forward pass only; weights handed over by handle; no admin route reachable from a session.
+tokens; over 64 MB of requests under way, requests that do not end, connections without number and finished sessions
+are refused; a failure before the engine is asked is the request's (4xx), not ours (5xx); replay of a record; a scripted
+policy (`--engine scripted`) in place of the engine's forward pass only; weights handed over by handle; no admin route
+reachable from a session.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
 import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
     secrets, select, shlex, shutil, signal, socket, tempfile, threading, time
 from array import array
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import graft, tree
@@ -47,6 +49,7 @@ SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-
 MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_CONNECTIONS = 64 * 2**20, 2**20, 128        # connections: of a session
 FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
 CACHE = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
+SMOLLM2 = CACHE / "smollm2-135m-instruct-tools"             # where resolve_model puts it
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
@@ -111,6 +114,7 @@ class Session:
     rows: dict = field(default_factory=dict)                # of the outlines (graft.outline)
     tools: dict = field(default_factory=dict)               # likewise of the tool lists
     is_ended: bool = False
+    body_bytes: int = 0                                     # of requests under way
     tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     address: object = None                                  # socket path or port
@@ -210,7 +214,7 @@ def make_recorder():
             state = self.output_processor.request_states.get(queue.request_id)
             if (call := CALL.get()) is not None and state is not None:
                 call.state = state
-                state.logprobs_processor.tokenizer = None   # else it makes each one's text: for a harness that asks, later
+                state.logprobs_processor.tokenizer = None   # else it makes each one's text: later, if asked
             return queue
 
         async def sample(self, call, prompt, p, request_id, kw, outputs):
@@ -281,7 +285,7 @@ def whole(parser_cls):
     class Whole(parser_cls):
         def parse(self, *args, **kw):
             reasoning, content, calls = super().parse(*args, **kw)
-            CALL.get().num_tool_calls = len(calls or ())
+            CALL.get().generation.call.num_tool_calls = len(calls or ())
             return reasoning, content, calls
 
         def parse_delta(self, delta_text, delta_token_ids, request, prompt_token_ids=None, *, finished):
@@ -325,6 +329,14 @@ class ScriptedCore:
     def shutdown(self, timeout=None): pass
 
 
+def by_handle(tensors: dict) -> bytes:
+    """Name -> tensor in shared memory (`share_memory_`) or on a GPU, as handles of some hundred bytes each, for another
+    process of this machine. The tensors must outlive their use there. torch teaches this to ForkingPickler alone: a
+    plain pickle would carry the weights themselves."""
+    import torch.multiprocessing                            # teaches it
+    return bytes(ForkingPickler.dumps(list(tensors.items())))
+
+
 class WeightReceiver:
     """Runs in vLLM's worker: loads tensors that the trainer shares by handle (CUDA IPC on GPU, shared memory on
     CPU)."""
@@ -340,14 +352,13 @@ class WeightReceiver:
         threading.Thread(target=wait, daemon=True).start()
 
     def load_handles(self, blob: bytes) -> int:
-        handles = pickle.loads(blob)
-        self.model_runner.reload_weights(weights_iterator=((n, rebuild(*args)) for n, (rebuild, args) in handles),
-                                         is_checkpoint_format=True)
+        tensors = pickle.loads(blob)
+        self.reload_weights(weights_iterator=iter(tensors), is_checkpoint_format=True)
         # on CPU a head tied to the embeddings computes with a packed copy, which a reload does not renew
         for layer in self.model_runner.get_model().modules():
             if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
-        return len(handles)
+        return len(tensors)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -386,13 +397,20 @@ class Front:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect": return
-                    body += message.get("body", b"")
-                    if len(body) > MAX_BODY_BYTES:
-                        return await refuse(413, f"the request has over {MAX_BODY_BYTES} bytes")
+                    body += (part := message.get("body", b""))
+                    session.body_bytes += len(part)
+                    if session.body_bytes > MAX_BODY_BYTES:
+                        return await refuse(413, f"the requests under way have over {MAX_BODY_BYTES} bytes")
                     if not message.get("more_body"): break
-        except TimeoutError: return await refuse(408, f"the request was not whole after {self.proxy.read_s:g} s")
-        try: body, is_stream = mend(bytes(body))
-        except (ValueError, RecursionError) as e: return await refuse(400, f"the request is no JSON object: {e}")
+        except TimeoutError: await refuse(408, f"the request was not whole after {self.proxy.read_s:g} s")
+        else: await self.serve(session, path, scope, bytes(body), receive, send)
+        finally: session.body_bytes -= len(body)
+
+    async def serve(self, session, path, scope, body: bytes, receive, send):
+        """A whole request, answered."""
+        try: body, is_stream = mend(body)
+        except (ValueError, RecursionError) as e:
+            return await answer_error(send, path, 400, f"the request is no JSON object: {e}")
         call = Pending(session, time.time(), path.endswith("count_tokens"),
                        any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
         CALL.set(call)
@@ -656,7 +674,7 @@ class Proxy:
         self.uvicorn.load()
         self.uvicorn.http_protocol_class = bounded(self.uvicorn.http_protocol_class, self)
         self.state = uvicorn.server.ServerState()
-        freeze_gc_heap()                                    # as vLLM's own launcher does: no pass over all that is loaded
+        freeze_gc_heap()                                    # as vLLM's launcher does: no pass over all that is loaded
 
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
@@ -766,13 +784,12 @@ class Proxy:
         self.is_asleep = True
         self.call(self.engine.sleep(level=2, mode="keep"), 600)
 
-    def load_weights(self, handles: list, version: int):
-        """handles: [(name, (rebuild, args))] from torch.multiprocessing.reductions. Running calls are held over the
-        change, caches cleared."""
+    def load_weights(self, tensors: dict, version: int):
+        """name -> tensor that `by_handle` takes. Running calls are held over the change, caches cleared."""
         async def load():
             if self.is_asleep: await self.engine.wake_up(["weights"])
             else: await self.engine.pause_generation(mode="keep", clear_cache=True)
-            counts = await self.engine.collective_rpc("load_handles", args=(pickle.dumps(handles),))
+            counts = await self.engine.collective_rpc("load_handles", args=(by_handle(tensors),))
             assert await self.engine.reset_prefix_cache(), (
                 "the prefix cache could not be reset: keys of old weights would be reused")
             await self.engine.update_weight_version(str(version))
@@ -817,7 +834,7 @@ def resolve_model(name: str, max_model_len=0) -> str:
         if max_model_len > limit:
             raise ValueError(f"--max_model_len {max_model_len}: {name} has {limit} positions; give at most that")
         return name
-    folder = CACHE / "smollm2-135m-instruct-tools"
+    folder = SMOLLM2
     if (folder / "config.json").is_file(): return str(folder)
     import importlib.util, torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM

@@ -217,7 +217,7 @@ def load_tokenizer(model: str):
     from tokenizers import Tokenizer
     if model == "smollm2":
         import proxy
-        model = proxy.CACHE / "smollm2-135m-instruct"
+        model = proxy.SMOLLM2
     file = Path(model, "tokenizer.json")
     return Tokenizer.from_file(str(file)) if model and file.is_file() else None
 

@@ -363,7 +363,8 @@ def test_ranks_get_as_many_turns_and_like_tokens(world):
 
 
 @pytest.mark.parametrize("wrong", [
-    {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1}, {"lam": 1.5},
+    {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1},
+    {"lam": 1.5, "algo": "ppo"}, {"lam": 0.9}, {"clip_low": 0.1, "algo": "rloo"}, {"baseline": "none"},
     {"group_size": 1, "algo": "ppo", "max_resample": 1}, {"overlong_buffer": 5000}, {"max_resample": -1},
     {"loss_mean": "token", "algo": "gspo"}, {"baseline": "group"}, {"check_packing": True}])
 def test_flags_that_do_not_fit_are_refused(wrong, tmp_path):
