@@ -160,9 +160,10 @@ def with_tails(messages: list, tails: dict, known: dict) -> list:
 def quotes(messages: list, call, earlier, reply) -> bool:
     """Does this later, shorter history hold an earlier reply outside the policy's own turns, in a message that the
     policy had not seen when it said so? Then the reply was a summary. All its longer lines must stand there: one of
-    them may well come back in what a command printed. reply: () -> text."""
+    them may well come back in what a command printed. reply: call -> text, None where its sampling failed."""
     if earlier.kind != "side" and (earlier.kind != "main" or len(messages) > len(earlier.outline)): return False
-    text = re.sub("</?summary>", "", reply().split("</analysis>")[-1]).strip()
+    if (text := reply(earlier)) is None: return False
+    text = re.sub("</?summary>", "", text.split("</analysis>")[-1]).strip()
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= 20]
     seen = {row[1] for row in earlier.outline}
     new = [(row[0], text_of(m)) for m, row in zip(messages, call.outline) if row[1] not in seen]

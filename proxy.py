@@ -149,7 +149,7 @@ class Session:
     def has_final_answer(self) -> bool:
         """Was the last main reply whole and without a tool call, although tools were offered, and no error after it?"""
         last = next((s for s in reversed(self.seen) if s.kind == "main"), None)
-        return (self.refused is None and last is not None and last.num_tools > 0 == last.num_tool_calls
+        return (self.refused is None and last is not None and last.num_tools > 0 and last.num_tool_calls == 0
                 and any(c.id == last.id and c.finish == "stop" for c in self.calls))
 
     def problem(self) -> str:
@@ -172,6 +172,7 @@ class Session:
 # --- the recording engine ---------------------------------------------------------------------------------------------
 def make_recorder():
     """vLLM is imported late: `--help` and bad arguments answer at once."""
+    from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -192,7 +193,7 @@ def make_recorder():
                 session.orphans.remove(call.generation)
                 call.generation.expiry.cancel()
             else:
-                outputs = None if session.problem() else self.replayed(call)
+                old = None if session.problem() else self.replayed(call)
                 if (problem := session.problem()): raise ValueError(problem)
                 p = SamplingParams(**{name: getattr(asked, name) for name in HARNESS_CHOOSES})
                 p.temperature, p.output_kind = session.temperature, RequestOutputKind.DELTA
@@ -204,7 +205,7 @@ def make_recorder():
                 session.num_started += 1
                 session.seen.append(call)
                 session.running.add(task := asyncio.create_task(
-                    self.sample(call, prompt, p, request_id, kw, outputs)))
+                    self.sample(call, prompt, p, request_id, kw, old)))
                 task.add_done_callback(session.running.discard)
                 call.generation = Generation(task, call)
             yield await asyncio.shield(call.generation.task)
@@ -217,8 +218,9 @@ def make_recorder():
                 state.logprobs_processor.tokenizer = None   # else it makes each one's text: later, if asked
             return queue
 
-        async def sample(self, call, prompt, p, request_id, kw, outputs):
-            """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error)."""
+        async def sample(self, call, prompt, p, request_id, kw, old):
+            """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error). old: the
+            recorded call to answer with, or None."""
             session, routing = call.session, None
             ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "error"
 
@@ -231,13 +233,20 @@ def make_recorder():
             if (script := session.script) is not None:
                 p.extra_args = {"scripted": script(call) if callable(script) else script[call.id]}
             try:
-                if outputs is None: outputs = super().generate(prompt, p, request_id, **kw)
-                async for out in outputs:
+                if old is not None:
+                    first_s, ids, logp, versions = time.time(), list(old.sampled_ids), old.logp_rollout, old.versions
+                    finish, routing = old.finish, old.routing
+                    text = self.get_tokenizer().decode(ids, skip_special_tokens=True)
+                    logprobs = [{t: Logprob(x)} for t, x in zip(ids, logp)]
+                    return RequestOutput("replay", None, list(call.prompt_ids), None, [CompletionOutput(
+                        0, text, ids, None, logprobs, finish_reason=finish)], True)
+                async for out in super().generate(prompt, p, request_id, **kw):
                     first_s, c = first_s or time.time(), out.outputs[0]
                     take(c.token_ids, c.logprobs, c.weight_versions)
                     if answer is None: answer = out
                     else: answer.add(out, aggregate=True)
                     if out.finished: finish, routing = c.finish_reason, c.routed_experts
+                return answer
             except BaseException as e:
                 if isinstance(e, asyncio.CancelledError): finish = "abort"
                 if (s := call.state) is not None:           # with what vLLM has not handed out yet
@@ -245,33 +254,23 @@ def make_recorder():
                     take(s.detokenizer.output_token_ids, s.logprobs_processor.logprobs, s._weight_version_spans())
                 raise
             finally: session.put(call, ids, logp, finish, versions if ids else [], p, first_s, routing)
-            return answer
 
         def replayed(self, call):
-            """The recorded outputs of an equal prompt, or None: from then on the session is live."""
+            """The recorded call of an equal prompt, or None: from then on the session is live."""
             session = call.session
             if session.replay is None: return None
             ids = list(call.template_ids)
             old = next((c for c in session.replay if c.template_ids == ids), None)
-            if old is None:
-                nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, ids), default=None)
-                session.replay, session.diverged = None, f"call {session.num_started}: the record holds no more calls"
-                if nearest is None: return None
-                n = tree.lcp(nearest.template_ids, ids)
-                text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
-                session.diverged = (f"call {session.num_started}: token {n} of the prompt begins {text(ids)}, "
-                                    f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
-                return None
-            session.replay.remove(old)
-            text = self.get_tokenizer().decode(old.sampled_ids, skip_special_tokens=True)
-            logprobs = [{t: type("Logprob", (), {"logprob": x})} for t, x in zip(old.sampled_ids, old.logp_rollout)]
-            spans = [type("Span", (), {"version": v, "start": 0, "end": n}) for v, n in old.versions]
-            done = CompletionOutput(0, text, old.sampled_ids, None, logprobs, finish_reason=old.finish,
-                                    weight_versions=spans, routed_experts=old.routing)
-
-            async def outputs():
-                yield RequestOutput("replay", None, list(call.prompt_ids), None, [done], True)
-            return outputs()
+            if old is not None:
+                session.replay.remove(old)
+                return old
+            nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, ids), default=None)
+            session.replay, session.diverged = None, f"call {session.num_started}: the record holds no more calls"
+            if nearest is None: return None
+            n = tree.lcp(nearest.template_ids, ids)
+            text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
+            session.diverged = (f"call {session.num_started}: token {n} of the prompt begins {text(ids)}, "
+                                f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
 
     return Recorder
 
@@ -459,6 +458,31 @@ def mend(body: bytes) -> tuple:
     request["model"] = "policy"                             # whatever name the harness knows it by
     # half an emoji, where a harness cut its text: no tokenizer takes that
     return json.dumps(request, ensure_ascii=False).encode(errors="replace"), request.get("stream") is True
+
+
+def own_sampling(request, call: Pending):
+    """What a harness may not decide: noted and taken off vLLM's request."""
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):      # clamped in `generate`, not refused
+        if getattr(request, name, None) is not None:
+            call.max_tokens = max(0, getattr(request, name))        # 0: what fits
+            setattr(request, name, None)
+    for name, value in (("n", 1), ("use_beam_search", False)):
+        if getattr(request, name, None): setattr(request, name, value)
+    choice = getattr(request, "tool_choice", None)
+    if choice not in (None, "none", "auto"):                # no grammar
+        request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
+
+
+def classify(call: Pending, messages: list, cause: str, reply):
+    """Kind and cause of a call about to be sampled, and what it tells of the kinds of earlier ones. reply: Pending ->
+    text, None where its sampling failed."""
+    session = call.session
+    call.kind = graft.kind_of(call, session, messages)
+    for s in session.seen:
+        if call.continues is not None and s.id == call.continues: session.settle(s)
+        if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
+            session.retype(s, "compaction")
+    call.cause = graft.cause_of(call, session.seen, cause)
 
 
 def bounded(protocol, proxy):
@@ -683,16 +707,7 @@ class Proxy:
 
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
             call = CALL.get()
-            # clamped in `generate`, not refused
-            for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-                if getattr(request, name, None) is not None:
-                    call.max_tokens = max(0, getattr(request, name))    # 0: what fits
-                    setattr(request, name, None)
-            for name, value in (("n", 1), ("use_beam_search", False)):
-                if getattr(request, name, None): setattr(request, name, value)
-            choice = getattr(request, "tool_choice", None)
-            if choice not in (None, "none", "auto"):        # no grammar
-                request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
+            own_sampling(request, call)
             session = call.session
             if session.keep_tail: messages = graft.with_tails(messages, session.tails, session.rows)
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
@@ -716,14 +731,7 @@ class Proxy:
                 n = tree.lcp(call.prompt_ids, call.template_ids)        # to make lists of arrays takes longest of all
                 prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
-            call.kind = graft.kind_of(call, session, messages)
-            for s in session.seen:
-                if s.id == call.continues is not None: session.settle(s)
-            if call.continues is None and call.kind == "main":
-                for s in session.seen:
-                    if s.id in usable and graft.quotes(messages, call, s, lambda: decode(usable[s.id].sampled_ids)):
-                        session.retype(s, "compaction")
-            call.cause = graft.cause_of(call, session.seen, cause)
+            classify(call, messages, cause, lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None)
             return conversation, [prompt]
         return wrapped
 
