@@ -1,7 +1,9 @@
-"""Real harnesses, unmodified, live, in real sandboxes without network; only the model's words are scripted. `-s` prints
-what each rollout came to."""
+"""Real harnesses, unmodified, live, in real sandboxes without network: the model's words are scripted, or those of a
+random model in the real engine. `-s` prints what each rollout came to."""
+import contextlib
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -10,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conftest import ENGINE, engine_prompts, make_task
+from conftest import ENGINE, ROOT, engine_prompts, make_task
 
 import graft
 import harnesses
@@ -143,15 +146,16 @@ def test_what_a_policy_may_say(name, boundary, docker, tmp_path):
 
 BROKEN = '<tool_call>\n{"name": "bash", "arguments": {"comm\n</tool_call>'
 SUMMARY = "<analysis>\nFine.\n</analysis>\n<summary>\nThe file out.txt was written, as it was asked for.\n</summary>"
-# what becomes of a request that does not fit: kinds of the calls; m alone: the run ends there
-FULL_RUNS = {"codex": "m", "opencode": "mcmm", "qwen_code": "mcmm"}
+# what becomes of a request that does not fit: kinds and causes of the calls; m alone: the run ends there
+FULL_RUNS = {"pi": "mcmm", "codex": "m", "claude_code": "mcmm", "opencode": "mcmm", "qwen_code": "mcmm",
+             "mini_swe_agent": "m", "openhands": "mcmm", "openclaw": "m"}
 
 
-@pytest.mark.parametrize("name", FULL_RUNS)
+@pytest.mark.parametrize("name", [*LIGHT, *heavy(*HEAVY)])
 def test_a_request_that_does_not_fit(name, boundary, bubblewrap, tmp_path):
     """Would catch an error that harnesses do not know for a full context, a summary or what follows it typed as
     something else, a reply with broken JSON that ends in an error, and outcomes by exit status: OpenCode ends with 1
-    after a compaction that went well."""
+    after a compaction that went well, pi with 0 after a failure."""
     sh = shell(name)
     script = [sh("echo one > out.txt; cat here.txt"), SUMMARY, sh("cat out.txt"), BROKEN, "Done.", "Done.", "Done."]
     record = play(boundary, bubblewrap, name, tmp_path, script, "cat /app/out.txt | grep -c one", plan={1: "full"})
@@ -185,6 +189,85 @@ def test_subagents(name, boundary, bubblewrap, tmp_path):
     for w in left:
         own = [c.cause for c in record.calls if speaker(c) == w]
         assert set(own[1:]) <= {None} and own[0] == (None if w == ASKED else "subagent"), record
+
+
+@slow
+@pytest.mark.parametrize("name", ["pi", "codex", "claude_code", "opencode", "qwen_code", "openhands"])
+def test_compaction_in_time(name, roomy, bubblewrap, tmp_path):
+    """Would catch a context limit that a harness was not told, or that it understands as another one: it must sum up
+    its history before a request is refused."""
+    sh, context_tokens = shell(name), 49152
+
+    def script(c):
+        if c.kind != "main": return SUMMARY
+        if any(s.kind != "main" for s in c.session.seen): return "Done."
+        return sh(f"seq {c.id * 10000} {c.id * 10000 + 1500}; echo one > out.txt")
+    with proxy.Proxy(roomy, max_model_len=context_tokens, engine="scripted", engine_args=ENGINE) as boundary:
+        record = play(boundary, bubblewrap, name, tmp_path, script, "grep -c one /app/out.txt", max_calls=60)
+    assert "c" in kinds(record), (record, record.log)
+
+
+@pytest.mark.parametrize("name", ["claude_code", *heavy("pi", "codex", "opencode", "qwen_code", *HEAVY)])
+def test_a_spent_budget_ends_it_all(name, boundary, docker, tmp_path):
+    """Would catch a harness that goes on asking when its calls are used up (mini-swe-agent: for minutes), and children
+    that outlive it."""
+    sleeps = [f"{1e6 + os.getpid() + i / 10:.1f}" for i in range(2)]
+    line = shell(name)(f"setsid sleep {sleeps[0]} > f 2>&1 & sleep {sleeps[1]} > f 2>&1 & cat here.txt")
+    record = play(boundary, docker, name, tmp_path, [line] * 9, max_calls=2)
+    assert (record.outcome, record.reward, len(record.calls)) == ("overlong", 0, 2), (record, record.log)
+    assert "here" in text(boundary, record.calls[1].template_ids[len(record.calls[0].ids):])
+    assert not [c for c in commands() if any(f"sleep\0{s}".encode() in c for s in sleeps)]
+
+
+def commands():
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError): yield Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def sampling(roomy):
+    """vLLM itself, with a random model and a context that real harnesses fit into."""
+    with proxy.Proxy(roomy, max_model_len=32768, engine="vllm", engine_args=ENGINE) as boundary: yield boundary
+
+
+@pytest.mark.parametrize("name", ["pi", "codex", "claude_code", "opencode", *heavy("qwen_code", *HEAVY)])
+def test_a_real_engine(name, sampling, roomy, bubblewrap, tmp_path):
+    """Would catch a prompt that the policy never saw: the trainer's log-probabilities over the tree must be those that
+    the engine had when it sampled, over random replies that a harness sends back."""
+    from transformers import AutoModelForCausalLM
+    record = play(sampling, bubblewrap, name, tmp_path, max_tokens=48, max_calls=4)
+    assert record.calls and all(c.finish in ("stop", "length") and c.sampled_ids for c in record.calls), record
+    t, model = tree.build(record), AutoModelForCausalLM.from_pretrained(roomy, dtype=torch.float32)
+    forest = tree.pack(t.paths, t.trained)
+    with torch.no_grad(): logp = tree.logprobs(model, forest)[torch.cat(forest.where)]
+    gap = (logp - torch.cat([torch.tensor(x) for x in t.logp_rollout])).abs()
+    print(f"mean |dlogp| {gap.mean():.1e}, greatest {gap.max():.1e}, {len(gap)} tokens of {len(record.calls)} calls")
+    assert len(gap) == sum(len(c.sampled_ids) for c in record.calls) and gap.mean() < 1e-3, gap
+
+
+@slow
+def test_training_through_several(roomy, bubblewrap, tmp_path):
+    """Would catch a mixed run whose groups, prompts of 12,000 tokens or metrics mix the harnesses up."""
+    for i in range(2):
+        make_task(tmp_path / f"tasks/coin-{i}", ASKED, test="echo $((RANDOM % 2)) > /logs/verifier/reward.txt")
+    flags = {"model": roomy, "tasks": tmp_path / "tasks", "eval_tasks": "", "out": tmp_path / "run", "steps": 2,
+             "sandbox": bubblewrap, "dtype": "float32", "harness": "claude_code,pi,bash", "max_model_len": 32768,
+             "max_tokens": 16, "warmup_steps": 0, "tasks_per_step": 1, "group_size": 4, "num_parallel": 4,
+             "micro_batch_tokens": 32768, "lr": 1e-3, "engine_args": "--enforce-eager"}
+    words = [sys.executable, ROOT / "train.py", *(f"--{k}={v}" for k, v in flags.items())]
+    result = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=3000)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["phase"] == "rl"]
+    print(json.dumps(rows, indent=1))
+    assert len(rows) == 2 and any("train/loss" in row for row in rows)
+    for row in rows:
+        assert all(math.isfinite(row[f"reward/{h}"]) for h in ("claude_code", "pi", "bash"))
+        if "train/loss" in row: assert math.isfinite(row["train/loss"]) and row["fidelity/gap_mean"] < 1e-3
+    seen = {key.split("/")[1] for row in rows for key in row if key.startswith("fidelity/")}
+    assert {"claude_code", "pi", "bash"} & seen
+    checkpoint = tmp_path / "run/checkpoint"
+    assert (checkpoint / "model.safetensors").exists()
 
 
 def test_launch(tmp_path):
