@@ -188,13 +188,17 @@ def kind_of(call, session, messages: list) -> str:
                  the session's end (`Session.settle`), makes it a last word without tools, which is main
     subagent     its system prompt and its first user message are both new (digits apart, and not right after a
                  compaction), or are those of an earlier subagent call
-    compaction   later calls quote it (`quotes`)
+    compaction   later calls quote it (`quotes`); it goes on from a call that asked for a summary, the reply to which was
+                 cut off
     and before that what harnesses say of themselves: headers (subagent) and the words by which they ask."""
     who = lambda s: (s.opening(("system", "developer"), 2), s.opening(("user",), 2))
     roles = lambda s: [row[0] for row in s.outline]
     mains = [s for s in session.seen if s.kind == "main"]
     if call.is_labelled: return "subagent"
     if not mains: return "main"
+    if any(s.is_asked and call.outline[:len(s.outline)] == s.outline for s in session.seen):
+        call.is_asked = True
+        return "compaction"
     has_tools = any(s.num_tools for s in mains)
     if has_tools and not call.num_tools:
         asked = [text_of(m) for m in messages if role_of(m) in ("system", "developer")] + [text_of(messages[-1])]
