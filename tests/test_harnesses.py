@@ -36,12 +36,13 @@ class Faults:
     """Between the proxy and a harness's connections. plan: number of a request -> "full", refused as one that does not
     fit, or "drop", whose answer breaks off: after a stream's first event, before another answer's body."""
 
-    def __init__(self, app): self.app, self.plan, self.num = app, {}, 0
+    def __init__(self, app, sessions): self.app, self.sessions, self.plan, self.num = app, sessions, {}, 0
 
     async def __call__(self, scope, receive, send):
         fault, self.num = self.plan.get(self.num), self.num + (scope.get("method") == "POST")
         if fault == "full":
             while (await receive()).get("more_body"): pass
+            for session in self.sessions.values(): session.refused = f"status 400: {FULL}"      # as Front does
             return await proxy.answer_error(send, scope["path"], 400, FULL)
         has_begun = False
 
@@ -57,7 +58,7 @@ class Faults:
 @pytest.fixture(scope="module")
 def boundary(roomy):
     with proxy.Proxy(roomy, max_model_len=CONTEXT_TOKENS, engine="scripted", engine_args=ENGINE) as boundary:
-        boundary.uvicorn.loaded_app = boundary.faults = Faults(boundary.uvicorn.loaded_app)
+        boundary.uvicorn.loaded_app = boundary.faults = Faults(boundary.uvicorn.loaded_app, boundary.sessions)
         yield boundary
 
 
@@ -147,8 +148,9 @@ def test_what_a_policy_may_say(name, boundary, docker, tmp_path):
 
 BROKEN = '<tool_call>\n{"name": "bash", "arguments": {"comm\n</tool_call>'
 SUMMARY = "<analysis>\nFine.\n</analysis>\n<summary>\nThe file out.txt was written, as it was asked for.\n</summary>"
-# what becomes of a request that does not fit: kinds and causes of the calls; m alone: the run ends there
-FULL_RUNS = {"pi": "mcmm", "codex": "m", "claude_code": "mcmm", "opencode": "mcmm", "qwen_code": "mcmm",
+# what becomes of a request that does not fit: kinds of the calls; m alone: the run ends there (pi: such a short history
+# holds nothing to sum up)
+FULL_RUNS = {"pi": "m", "codex": "m", "claude_code": "mcmm", "opencode": "mcmm", "qwen_code": "mcmm",
              "mini_swe_agent": "m", "openhands": "mcmm", "openclaw": "m"}
 
 
