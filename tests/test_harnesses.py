@@ -8,9 +8,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -72,14 +74,37 @@ def play(boundary, kind, name, tmp_path, script=None, test="echo 1", toml="", pl
     if hasattr(boundary, "faults"): boundary.faults.plan, boundary.faults.num = dict(plan), 0
     runner, started = rollout.Runner(boundary, kind, "test-harnesses", num_parallel=1, **options), time.time()
     num_replayed = len(options.get("replay", ()))
-    with engine_prompts(boundary) as given:
+    with engine_prompts(boundary) as given, memory() as peak:
         record = runner.run(rollout.Job(task, name, script=script), tmp_path / "out")
     t, record.log = tree.build(record), (tmp_path / "out" / f"task.{name}.0.log").read_text()
     print(f"\n{name} in {kind}: {record.outcome} {record.reward} {record.detail} {kinds(record)} {causes(record)}",
           f"first call {record.calls[0].received_s - started if record.calls else math.nan:.2f} s,",
+          f"{peak[0]} MB," if kind == "bubblewrap" else "",
           f"prompts {[len(c.prompt_ids) for c in record.calls]}, unique {t.num_unique} of {t.num_flat}, {t.forks}")
     assert [c.prompt_ids for c in record.calls[num_replayed:]] == given and "unknown" not in t.forks, record
     return record
+
+
+@contextlib.contextmanager
+def memory():
+    """-> [peak of what the processes that begin below this one take, MB: shares of shared pages, every 0.2 s]"""
+    children = lambda: psutil.Process().children(recursive=True)
+    before, peak, has_ended, own = set(children()), [0], threading.Event(), psutil.Process().cmdline()
+
+    def watch():
+        while not has_ended.wait(0.2):
+            now = 0
+            for process in children():
+                with contextlib.suppress(psutil.Error):
+                    if process in before or process.cmdline() == own: continue      # own: a fork before its exec
+                    now += process.memory_full_info().pss
+            peak[0] = max(peak[0], round(now / 1e6))
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try: yield peak
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def kinds(record): return "".join(LETTER[c.kind] for c in record.calls)
@@ -198,7 +223,7 @@ def test_subagents(name, boundary, bubblewrap, tmp_path):
 @pytest.mark.parametrize("name", ["pi", "codex", "claude_code", "opencode", "qwen_code", "openhands"])
 def test_compaction_in_time(name, roomy, bubblewrap, tmp_path):
     """Would catch a context limit that a harness was not told, or that it understands as another one: it must sum up
-    its history before a request is refused."""
+    its history before a request is refused; and a summary that is taken for something else until it is quoted."""
     sh, context_tokens = shell(name), 49152
 
     def script(c):
@@ -207,18 +232,32 @@ def test_compaction_in_time(name, roomy, bubblewrap, tmp_path):
         return sh(f"seq {c.id * 10000} {c.id * 10000 + 1500}; echo one > out.txt")
     with proxy.Proxy(roomy, max_model_len=context_tokens, engine="scripted", engine_args=ENGINE) as boundary:
         record = play(boundary, bubblewrap, name, tmp_path, script, "grep -c one /app/out.txt", max_calls=60)
-    assert "c" in kinds(record), (record, record.log)
+    assert record.outcome == "ok" and record.reward == 1 and set(kinds(record)) == {"m", "c"}, (record, record.log)
+    first = kinds(record).index("c")
+    assert set(causes(record)[:first]) == {None} and "compaction" in causes(record)[first + 1:], record
+    assert set(causes(record)[first:]) <= {None, "compaction"}, record
 
 
-@pytest.mark.parametrize("name", ["claude_code", *heavy("pi", "codex", "opencode", "qwen_code", *HEAVY)])
-def test_a_spent_budget_ends_it_all(name, boundary, docker, tmp_path):
-    """Would catch a harness that goes on asking when its calls are used up (mini-swe-agent: for minutes), and children
-    that outlive it."""
+LIMITS = {"calls": {"max_calls": 2}, "tokens": {"max_session_tokens": 100},
+          "time": {"toml": "[agent]\ntimeout_sec = 12"}}
+
+
+@pytest.mark.parametrize("name,limit", [
+    ("pi", "tokens"), ("pi", "time"), ("claude_code", "calls"),
+    *(pytest.param(name, "calls", marks=slow) for name in (*LIGHT, *HEAVY) if name != "claude_code")])
+def test_a_limit_ends_it_all(name, limit, boundary, docker, bubblewrap, tmp_path):
+    """Would catch a harness that goes on asking when its calls, tokens or seconds are used up (mini-swe-agent: for
+    minutes), and children that outlive it."""
     sleeps = [f"{1e6 + os.getpid() + i / 10:.1f}" for i in range(2)]
-    line = shell(name)(f"setsid sleep {sleeps[0]} > f 2>&1 & sleep {sleeps[1]} > f 2>&1 & cat here.txt")
-    record = play(boundary, docker, name, tmp_path, [line] * 9, max_calls=2)
-    assert (record.outcome, record.reward, len(record.calls)) == ("overlong", 0, 2), (record, record.log)
-    assert "here" in text(boundary, record.calls[1].template_ids[len(record.calls[0].ids):])
+    line = shell(name)(f"setsid sleep {sleeps[0]} > f 2>&1 & sleep {sleeps[1]} > f 2>&1 & cat here.txt"
+                       + "; sleep 600" * (limit == "time"))
+    kind = docker if limit == "calls" else bubblewrap
+    record = play(boundary, kind, name, tmp_path, [line] * 9, **LIMITS[limit])
+    expected = ("timeout", 1, 1) if limit == "time" else ("overlong", 0, 2)
+    assert (record.outcome, record.reward, len(record.calls)) == expected, (record, record.log)
+    if limit != "time":
+        shared = tree.lcp(record.calls[0].ids, record.calls[1].prompt_ids)
+        assert "here" in text(boundary, record.calls[1].prompt_ids[shared:])
     assert not [c for c in commands() if any(f"sleep\0{s}".encode() in c for s in sleeps)]
 
 
