@@ -316,7 +316,7 @@ def test_training_through_several(roomy, bubblewrap, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["phase"] == "rl"]
     print(json.dumps(rows, indent=1))
-    assert len(rows) == 2 and any("train/loss" in row for row in rows)
+    assert [row["groups/num"] for row in rows] == [3, 3] and any("train/loss" in row for row in rows)
     for row in rows:
         assert all(math.isfinite(row[f"reward/{h}"]) for h in ("claude_code", "pi", "bash"))
         if "train/loss" in row: assert math.isfinite(row["train/loss"]) and row["fidelity/gap_mean"] < 1e-3
