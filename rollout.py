@@ -35,8 +35,8 @@ In reward.json "call_N" is, for as many N as wanted, what call N is paid beside 
 --call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too: for the verifier
 /logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that there is not or a
 value that is no finite number is a verifier_error. Overlong rollouts are paid for no call; oracle and nop have none."""
-import argparse, concurrent.futures, contextlib, hashlib, json, math, multiprocessing, os, re, signal, sys, tempfile, \
-    threading, time, tomllib, traceback, uuid
+import argparse, concurrent.futures, contextlib, functools, hashlib, json, math, multiprocessing, os, re, signal, sys, \
+    tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -75,12 +75,18 @@ class Task:
         lines = (self.path / "solution" / "solve.sh").read_text().splitlines()
         return [line for line in lines if line.strip() and not line.startswith("#")]
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all that the task's folder held when this was first asked for."""
+        digest = hashlib.sha256()
+        for file in sorted(p for p in self.path.rglob("*") if p.is_file()):
+            digest.update(f"{file.relative_to(self.path)} {file.stat().st_size} ".encode() + file.read_bytes())
+        return digest.hexdigest()[:32]
+
     def mode_file(self, kind: str) -> Path:
         """Where the verify mode that the oracle found is remembered, for this content and kind of sandbox."""
         cache = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
-        files = sorted(p for p in self.path.rglob("*") if p.is_file())
-        digest = hashlib.sha256(repr([(str(p.relative_to(self.path)), p.read_bytes()) for p in files]).encode())
-        return cache / "verify" / f"{digest.hexdigest()[:32]}-{kind}"
+        return cache / "verify" / f"{self.digest}-{kind}"
 
 
 def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task:
@@ -190,6 +196,12 @@ CLEAN = """for d in /tests /solution /logs; do
 mkdir -p /logs/verifier; chmod 777 /logs/verifier"""
 
 
+def write_header(record: Path, job: Job, header: dict, temperature: float):
+    """The first line of a record, where no session writes it."""
+    header = header | {"id": job.id, "temperature": temperature, "started_s": time.time()}
+    record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
+
+
 class Runner:
     """What all rollouts of a run share. `proxy` may be None for oracle and nop."""
 
@@ -219,33 +231,30 @@ class Runner:
         seconds, session, mode = {}, None, ""
         header = {"task": job.task.id, "harness": job.harness, "model": self.model}
         try:
-            if job.harness in WITHOUT_MODEL:
-                header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
-                record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
-            else:
-                script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
-                session = self.proxy.open_session(job.id, record, header, temperature=self.temperature, script=script,
-                                                  **self.options)
-            found = {}
-            for mode in self.modes(job):
-                seconds.clear()
-                found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
-                if end["reward"] is not None and end["reward"] >= 1: break
-            if len(self.modes(job)) > 1:                        # the oracle looked for the strictest
-                is_found, file = (end["reward"] or 0) >= 1, job.task.mode_file(self.kind)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(mode if is_found else "strict")
-                if not is_found: mode, end = "strict", found["strict"]
+            with contextlib.ExitStack() as stack:
+                if job.harness in WITHOUT_MODEL: write_header(record, job, header, self.temperature)
+                else:
+                    script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
+                    session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
+                                                      script=script, **self.options)
+                    stack.callback(self.proxy.close_session, session)
+                modes, found = self.modes(job), {}
+                for mode in modes:
+                    seconds.clear()
+                    found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
+                    if end["reward"] is not None and end["reward"] >= 1: break
+                if len(modes) > 1:                              # the oracle looked for the strictest
+                    is_found, file = (end["reward"] or 0) >= 1, job.task.mode_file(self.kind)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(mode if is_found else "strict")
+                    if not is_found: mode, end = "strict", found["strict"]
         except Exception as e:
             if self.is_stopping.is_set(): raise             # the record stays without an end
             if session is None and job.harness not in WITHOUT_MODEL:        # no record yet
-                header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
-                record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
+                write_header(record, job, header, self.temperature)
             is_known = isinstance(e, (sandbox.SandboxError, OSError))
             end = {"outcome": "infra_error", "reward": None,
                    "detail": str(e) if is_known else traceback.format_exc(limit=-3)}
-        finally:
-            if session is not None: self.proxy.close_session(session)
         if (session is not None and not session.calls
                 and end["outcome"] in ("ok", "overlong", "harness_error", "timeout")):
             end |= {"outcome": "no_calls", "reward": None,
@@ -667,19 +676,18 @@ def main(args):
     finally:
         if proxy is not None: proxy.close()
     status = 0
-    by_id = {task.id: task for task in tasks}
     for name in names:
-        mine = [r for r in rollouts if r.harness == name]
-        s = summary(mine)
+        mine = [(job, r) for job, r in zip(jobs, rollouts) if r.harness == name]
+        s = summary([r for _, r in mine])
         print(f"{name} in {kind}: {show(s)}")
-        modes = Counter(r.verify for r in mine)
+        modes = Counter(r.verify for _, r in mine)
         if set(modes) - {"strict", ""}: print(f"  verified {', '.join(f'{k}: {v}' for k, v in sorted(modes.items()))}")
-        wrong = [r for r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1
+        wrong = [(job, r) for job, r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1
                  or name == "nop" and r.reward > 0]
         if wrong and name in WITHOUT_MODEL: status = 1
-        width = max((len(r.task) for r in wrong), default=0)
-        for r in wrong[:None if name in WITHOUT_MODEL else 20]:
-            why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), Job(by_id[r.task], name)))
+        width = max((len(r.task) for _, r in wrong), default=0)
+        for job, r in wrong[:None if name in WITHOUT_MODEL else 20]:
+            why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), job))
             print(f"  {r.task:{width}}  {r.outcome:14} reward {r.reward}  {why}")
         (Path(args.out) / f"summary.{name}.json").write_text(json.dumps(s))
     return status

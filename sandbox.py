@@ -16,7 +16,8 @@ without an image build, alike on both.
 Not covered: kernel exploits; disk use between two looks, 2 s apart; a daemon that hangs instead of failing; side
 channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; remote Docker hosts (mounts are local paths);
 tests that themselves run the agent's code in their own process or under their own user.
-Docker, further: an exec fails (126) while background processes fill the process limit; `kill()` ends them. `internet`:
+Docker, further: where the container's files cannot be looked at (an ordinary user, another machine, a containerd store)
+no limit on what is written but for single files, and `changed` finds nothing: said once on stderr. An exec fails (126) while background processes fill the process limit; `kill()` ends them. `internet`:
 a bridge of the run's own without traffic between sandboxes; the host's ports can then be reached at its gateway.
 bubblewrap, further: no image is built; no CPU limit; memory is limited per process; processes run as an ordinary user,
 not root, on a read-only root (writable: the workdir, WRITABLE, folders given to `put`); background processes end with
@@ -28,6 +29,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import os
 import posixpath
 import re
@@ -53,6 +55,7 @@ import urllib3
 TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
 LOG_BYTES = 10 << 20    # output of an exec that its log file keeps
 GET_BYTES = 1 << 30     # largest archive that leaves a sandbox
+GET_FILES = 200_000     # most files and folders in one
 DISK_RESERVE_MB = 256   # of the host: less, and every sandbox fails
 OPEN_FILES = 4096       # a process
 SOCKET = "/run/model.sock"
@@ -290,11 +293,13 @@ class Sandbox:
         return usage.f_bavail * usage.f_frsize >> 20
 
     def changed(self):
-        """Files outside the workspace that were made, changed or (Docker) deleted since the start, but for SCRATCH."""
-        found = [os.path.join(inside, os.path.relpath(os.path.join(folder, name), host))
-                 for inside, host in self._written().items() for folder, _, names in os.walk(host) for name in names
-                 if os.lstat(os.path.join(folder, name)).st_ctime > self.started_s]
-        return sorted(path for path in found if not path.startswith(tuple(f"{p}/" for p in (*SCRATCH, self.workdir))))
+        """Files outside the workspace that were made, changed or (Docker) deleted since the start, but for SCRATCH: the
+        first GET_FILES of them."""
+        apart = tuple(f"{p}/" for p in (*SCRATCH, self.workdir))
+        found = (path for inside, host in self._written().items() for folder, _, names in os.walk(host)
+                 for name in names if os.lstat(file := os.path.join(folder, name)).st_ctime > self.started_s
+                 and not (path := os.path.join(inside, os.path.relpath(file, host))).startswith(apart))
+        return sorted(itertools.islice(found, GET_FILES))
 
     def squash(self):
         """Leave one commit of the history of each repository in the workspace: no remote, tag, stash, reflog or object
@@ -312,7 +317,7 @@ class Sandbox:
         """Copy a file to the path `host`, or a folder's contents into the folder `host`. Raises FileNotFoundError;
         ValueError for symbolic links, devices and more than GET_BYTES: they must not reach the host."""
         with _faults(f"get from {self.name}"), self._get(inside) as archive, tarfile.open(fileobj=archive) as tar:
-            for member in tar:
+            for member in _members(tar, f"{inside} in {self.name}"):
                 path = Path(host, *Path(member.name).parts[1:])   # the first is the name of `inside` itself
                 is_file = member.isreg() or member.islnk()        # a hard link: its content once more
                 if not (is_file or member.isdir()) or ".." in path.parts[len(Path(host).parts):]:
@@ -348,7 +353,7 @@ class Sandbox:
             found = result.output.split("\0")
             kept = {name[2:] for name in found if name.startswith("./")}
             links = dict(text[1:].split("\n", 1) for text in found if text.startswith("L"))
-            for member in tar.getmembers():
+            for member in _members(tar, f"{inside} in {self.name}"):
                 name = posixpath.relpath(member.name, top)
                 parts = name.split("/")
                 if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(len(parts))):
@@ -484,6 +489,14 @@ def _spool(chunks, what):
     return file
 
 
+def _members(tar, what):
+    """The members of an archive that came out of a sandbox; ValueError past GET_FILES: each costs a kilobyte here."""
+    for number, member in enumerate(tar):
+        if number >= GET_FILES:
+            raise ValueError(f"{what} is not copied: more than {GET_FILES} files and folders")
+        yield member
+
+
 @contextlib.contextmanager
 def _faults(what):
     """The daemon's and the system's many exceptions -> SandboxError; a path that is missing stays one."""
@@ -505,6 +518,11 @@ def _locked(name):
     with open(folder / hashlib.sha256(name.encode()).hexdigest()[:16], "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@functools.cache
+def _say_once(text):
+    print(text, file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -554,8 +572,11 @@ class Docker(Sandbox):
             mem_limit=f"{self.memory_mb}m", memswap_limit=f"{self.memory_mb}m", nano_cpus=int(self.cpus * 1e9),
             pids_limit=self.pids, command=[])
         _client().api.start(self.container)
-        upper = Path((made.attrs["GraphDriver"]["Data"] or {}).get("UpperDir", "/nowhere"))
-        self.upper = upper if upper.is_dir() else None   # where its files lie, if the daemon's disk can be looked at
+        upper = ((made.attrs.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir", "")
+        self.upper = Path(upper) if os.path.isdir(upper) else None   # where its files lie, if we may look there
+        if not self.upper:
+            _say_once("warning: the files of Docker's containers cannot be looked at (that takes root on the daemon's "
+                      "machine and overlay2): no disk limit but for single files, no record of tampering")
 
     def _place(self):
         return self.upper.parents[1] if self.upper else super()._place()
@@ -693,7 +714,7 @@ def _bytes(folder):
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
+                total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)   # empty ones fill the disk, too
                 total += _bytes(entry.path) if entry.is_dir(follow_symlinks=False) else 0
     return total
 

@@ -208,6 +208,29 @@ def test_out_of_turns(run, scripted):
     assert (done.outcome, done.reward) == ("overlong", 0) and len(done.calls) == 3
 
 
+def test_a_session_that_does_not_end_is_an_infra_error(scripted, bubblewrap, tmp_path):
+    """Would catch an engine that answers too late when one rollout's session is closed, and that ends the whole run."""
+    class Slow:                                         # the proxy, but for its answer to one session's end
+        def __getattr__(self, name): return getattr(scripted, name)
+        def close_session(self, session):
+            scripted.close_session(session)
+            if ".1" in str(session.id): raise TimeoutError("the engine did not answer close_session in 10 s")
+    task = load_task(make_task(tmp_path / "t"), "t", {})
+    jobs = [Job(task, "bash", i, script=("true", "DONE")) for i in range(2)]
+    done = Runner(Slow(), bubblewrap, "test-slow").run_all(jobs, tmp_path / "out", "", quiet=True)
+    assert [(r.outcome, r.reward) for r in done] == [("ok", 1), ("infra_error", None)] and "did not answer" in done[1].detail
+
+
+def test_a_task_is_hashed_once(bubblewrap, tmp_path, monkeypatch):
+    """Would catch every rollout reading the whole of its task's folder, once or twice."""
+    task, num = load_task(make_task(tmp_path / "t"), "t", {}), Counter()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: num.update([path.name]) or read(path))
+    done = Runner(None, bubblewrap, "test-hash").run_all([Job(task, "nop", i) for i in range(3)], tmp_path / "out", "",
+                                                        quiet=True)
+    assert len(done) == 3 and num["here.txt"] <= 2, num     # threads that begin together may both read it
+
+
 def test_infra_error(run):
     """Would catch a sandbox that cannot start and is counted against the policy."""
     done = run(dockerfile="RUN apt-get install everything")
@@ -329,7 +352,7 @@ def test_the_oracle_finds_the_mode(tmp_path, request, monkeypatch, where):
         assert ("tamper" in done.more) == (mode == "compat")
         assert runner.run(Job(task, "nop"), tmp_path).verify == mode
     (tmp_path / "compat/instruction.md").write_text("Another task.")
-    assert runner.run(Job(tasks["compat"], "nop"), tmp_path).verify == "strict"
+    assert runner.run(Job(load_task(tmp_path / "compat", "compat", BASE), "nop"), tmp_path).verify == "strict"
     assert not remains("test-modes")
 
 
@@ -536,6 +559,15 @@ def test_validation_fails_loudly(bubblewrap, tmp_path, monkeypatch, capsys):
         assert ("why not" in output) == (harness == "oracle")
     assert in_process(capsys, *options, "--harness", "oracle", "--out", tmp_path / "x", "--tasks",
                       tmp_path / "set/good")[0] == 0
+
+
+def test_the_verifier_of_each_sample_is_quoted(bubblewrap, tmp_path, capsys):
+    """Would catch the first sample's words given as the reason why another one failed."""
+    make_task(tmp_path / "set/t", test=f"echo said $(cat /proc/sys/kernel/random/uuid); echo 0 {REWARD}")
+    _, output, _ = in_process(capsys, "--sandbox", "bubblewrap", "--tasks", tmp_path / "set", "--harness", "oracle",
+                              "--n", 2, "--verify", "strict", "--out", tmp_path / "out")
+    said = {p.read_text().split("said ")[1].strip() for p in (tmp_path / "out").glob("*.log")}
+    assert len(said) == 2 and all(word in output for word in said), output
 
 
 def test_prebuild(docker, tmp_path, capsys):

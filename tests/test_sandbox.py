@@ -247,6 +247,20 @@ def test_get_refuses_tricks(box, tmp_path, trick, monkeypatch):
     assert not (tmp_path / "out" / "f").exists() and not (tmp_path / "out").is_symlink()
 
 
+def test_the_number_of_files_is_bounded(kind, tmp_path, monkeypatch):
+    """Catches: a million empty files, made inside, that fill the host's memory or its table of files."""
+    monkeypatch.setattr(sandbox, "GET_FILES", 1000)
+    with make(kind) as agent, make(kind) as fresh:
+        sh(agent, "mkdir x; cd x; for i in $(seq 990); do echo > $i; done")
+        agent.carry("/app", fresh)
+        agent.get("/app/x", tmp_path / "few")
+        sh(agent, "cd x; for i in $(seq 20); do echo > y$i; done")
+        for out_of_there in (lambda: agent.carry("/app", fresh), lambda: agent.get("/app", tmp_path / "many")):
+            with pytest.raises(ValueError, match="more than 1000 files"): out_of_there()
+        sh(agent, "for i in $(seq 1100); do echo > /home/$i; done")
+        assert 500 < len(agent.changed()) <= 1000
+
+
 def test_carry(kind):
     """Catches: a workspace that reaches the verifier with files that the agent had deleted, or without its links."""
     with make(kind) as first, make(kind) as second:
@@ -399,6 +413,23 @@ def test_a_full_disk_is_a_fault_of_ours(tmp_path):
         assert result.stdout.startswith("full: disk full: ") and str(tmp_path) in result.stdout, result
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_an_ordinary_user_of_docker(tmp_path):
+    """Catches: a member of group docker, who may not look below /var/lib/docker, and who gets no sandbox for it; limits
+    and a record that are silently off."""
+    needs("docker")
+    sock = Path("/var/run/docker.sock")
+    if os.geteuid() or not sock.is_socket(): pytest.skip("needs root, to become another user")
+    code = f"""if 1:
+        import ctypes, os, sandbox
+        os.setgroups([{sock.stat().st_gid}]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+        ctypes.CDLL(None).prctl(4, 1)       # dumpable again: /proc/self is ours
+        for _ in range(2):
+            with sandbox.Docker(sandbox.Environment("harness-rl/base", workdir="/app"), run_id="{RUN}", name="u") as box:
+                print(box.exec(["id", "-u"]).output.strip(), box.changed())"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, capture_output=True)
+    assert result.stdout == "0 []\n0 []\n" and result.stderr.count("no record of tampering") == 1, result
 
 
 def test_limits_are_set():
