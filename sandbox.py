@@ -16,41 +16,19 @@ without an image build, alike on both.
 Not covered: kernel exploits; disk use between two looks, 2 s apart; a daemon that hangs instead of failing; side
 channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; remote Docker hosts (mounts are local paths);
 tests that themselves run the agent's code in their own process or under their own user.
-Docker, further: where the container's files cannot be looked at (an ordinary user, another machine, a containerd store)
-no limit on what is written but for single files, and `changed` finds nothing: said once on stderr. An exec fails (126) while background processes fill the process limit; `kill()` ends them. `internet`:
-a bridge of the run's own without traffic between sandboxes; the host's ports can then be reached at its gateway.
+Docker, further: where the containers' files cannot be looked at (an ordinary user, another machine, containerd's store)
+what is written is limited by file, not in all, and `changed` finds nothing: said once on stderr. An exec fails (126)
+while background processes fill the process limit; `kill()` ends them. `internet`: a bridge of the run's own without
+traffic between sandboxes; the host's ports can then be reached at its gateway.
 bubblewrap, further: no image is built; no CPU limit; memory is limited per process; processes run as an ordinary user,
 not root, on a read-only root (writable: the workdir, WRITABLE, folders given to `put`); background processes end with
 their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
 """
-import contextlib
-import dataclasses
-import fcntl
-import functools
-import hashlib
-import io
-import itertools
-import os
-import posixpath
-import re
-import resource
-import select
-import shlex
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tarfile
-import tempfile
-import threading
-import time
-import uuid
+import contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, os, posixpath, re, resource, select, shlex, \
+    shutil, signal, socket, subprocess, sys, tarfile, tempfile, threading, time, uuid
 from pathlib import Path
 
-import docker
-import requests
-import urllib3
+import docker, requests, urllib3
 
 TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
 LOG_BYTES = 10 << 20    # output of an exec that its log file keeps
@@ -76,7 +54,7 @@ class Environment:
     build_timeout_s: float = 3600
     base_images: dict = dataclasses.field(default_factory=dict)   # image name in FROM -> local stand-in
     internet: bool = False              # a network of the run's own, Docker only
-    layers: dict = dataclasses.field(default_factory=dict)   # bubblewrap's snapshot: {inside: host folder}
+    heir_of: object = None              # bubblewrap: a frozen sandbox whose files the one that starts takes over
     task: str = ""                      # for messages
 
 
@@ -105,8 +83,7 @@ def environment(task_dir, base_images=None, docker_image=None):
     text = re.sub(r"(?m)^\s*#.*$", "", (folder / "Dockerfile").read_text())
     lines = [line.strip() for line in re.sub(r"\\[ \t]*\n\s*", " ", text).splitlines() if line.strip()]
     stages = [line for line in lines if re.match(r"(?i)FROM\s", line)]
-    if not stages:
-        raise ValueError(f"{folder}/Dockerfile has no FROM line")
+    if not stages: raise ValueError(f"{folder}/Dockerfile has no FROM line")
     needs_build = [line for line in lines if not PLAIN.fullmatch(line)] + stages[1:]
     if needs_build or (folder / ".dockerignore").exists():
         env.dockerfile, env.build_line = folder, (needs_build or [".dockerignore"])[0][:80]
@@ -136,8 +113,7 @@ def _copies(folder, words, workdir):
         for path in [host, *host.rglob("*")]:
             if not path.resolve().is_relative_to(root) or (path.is_symlink() and os.path.isabs(os.readlink(path))):
                 raise ValueError(f"{folder}/Dockerfile: COPY {source}: {path} leads out of the environment folder")
-        if not host.exists():
-            raise FileNotFoundError(f"{folder}/Dockerfile: COPY {source}: there is no {host}")
+        if not host.exists(): raise FileNotFoundError(f"{folder}/Dockerfile: COPY {source}: there is no {host}")
         copies.append((host, posixpath.join(inside, host.name) if is_folder and not host.is_dir() else inside))
     return copies
 
@@ -204,8 +180,7 @@ def choose(kind="auto"):
     assert kind in ("auto", *SANDBOXES), f"sandbox {kind!r} is unknown; choose auto, {', '.join(SANDBOXES)}"
     problems = []
     for name in SANDBOXES if kind == "auto" else [kind]:
-        if not (problem := SANDBOXES[name].problem()):
-            return name
+        if not (problem := SANDBOXES[name].problem()): return name
         problems.append(problem)
     raise SandboxError("; ".join(problems))
 
@@ -239,8 +214,7 @@ class Sandbox:
             assert Path(self.socket).is_socket(), f"{self.socket} is no unix socket; start the proxy first"
             os.chmod(self.socket, 0o666)   # the user inside is another one; on the host its folder guards the socket
         try:
-            with _faults(f"start {self.name}"):
-                self._start()
+            with _faults(f"start {self.name}"): self._start()
             self._put(self.env.copies)
             self.started_s = time.time()
         except BaseException:
@@ -256,17 +230,12 @@ class Sandbox:
             pause_s = 2
             while not ended.wait(max(0, min(pause_s, deadline - time.monotonic()))):
                 begin = time.monotonic()
-                if begin >= deadline:
-                    reason.append("time")
-                elif (self._host_mb() < DISK_RESERVE_MB
-                      or sum(map(_bytes, self._written().values())) > self.disk_mb << 20):
-                    reason.append("disk")
-                else:
-                    pause_s = max(2, 20 * (time.monotonic() - begin))
-                    continue
-                with contextlib.suppress(SandboxError):   # then the exec fails by itself
-                    self.kill()
-                return
+                if limit := self._exceeded(deadline):
+                    reason.append(limit)
+                    with contextlib.suppress(SandboxError):   # then the exec fails by itself
+                        self.kill()
+                    return
+                pause_s = max(2, 20 * (time.monotonic() - begin))
         watcher = threading.Thread(target=watch, daemon=True)
         with _faults(f"exec in {self.name}"):
             chunks, poll = self._run(list(argv), env or {}, cwd or self.workdir, user=user)
@@ -283,6 +252,12 @@ class Sandbox:
             watcher.join()   # Docker: the container is up again
             return Result(137, reason == ["time"], output, reason == ["disk"])
         return Result(128 - code if code < 0 else code, False, output)
+
+    def _exceeded(self, deadline):
+        """The limit that is passed: time, disk or None."""
+        if time.monotonic() >= deadline: return "time"
+        if self._host_mb() < DISK_RESERVE_MB or sum(map(_bytes, self._written().values())) > self.disk_mb << 20:
+            return "disk"
 
     def _place(self):
         """A folder on the file system that the sandbox writes to; `_written`: where on it what inside folders hold."""
@@ -324,8 +299,7 @@ class Sandbox:
                     raise ValueError(f"{inside} in {self.name} is not copied to the host: {member.name} is a link "
                                      "or device")
                 if is_file:
-                    with open(path, "wb") as file:
-                        shutil.copyfileobj(tar.extractfile(member), file)
+                    with open(path, "wb") as file: shutil.copyfileobj(tar.extractfile(member), file)
                     path.chmod(0o644 | member.mode & 0o111)
                 else:
                     path.mkdir(parents=True, exist_ok=True)
@@ -339,37 +313,12 @@ class Sandbox:
         links  ValueError for setuid files, devices, fifos and symbolic links out of `inside`, but for the image's and
                those into SHARED
         Returns the names that were left out and that are not the image's."""
-        top, keep, left_out, members = posixpath.basename(inside), ["-name", ""], [], []
-        keep += ["-o", "-name", ".git"] if "git" not in off else []
-        if "tools" not in off:
-            keep += [word for name in ("node_modules", *AUTOLOADED) for word in ("-o", "-name", name)]
         with _faults(f"carry {inside} from {self.name}"), self._get(inside) as archive:
             tar = tarfile.open(fileobj=archive)
-            if not top or not tar.next().isdir():
+            if not posixpath.basename(inside) or not tar.next().isdir():
                 raise ValueError(f"{inside} in {self.name} is not carried over: it is no folder of its own")
-            result = other.exec(["sh", "-c", CLEAR, inside, "" if "tools" in off else "tools", *keep], user="root")
-            if result.exit_code or len(result.output) >= TAIL_BYTES:
-                raise SandboxError(f"carry {inside} to {other.name}: {result.output[-1000:]}")
-            found = result.output.split("\0")
-            kept = {name[2:] for name in found if name.startswith("./")}
-            links = dict(text[1:].split("\n", 1) for text in found if text.startswith("L"))
-            for member in _members(tar, f"{inside} in {self.name}"):
-                name = posixpath.relpath(member.name, top)
-                parts = name.split("/")
-                if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(len(parts))):
-                    continue
-                if "tools" not in off and "__pycache__" in parts:   # may hold another program than its source
-                    continue
-                if "tools" not in off and (AUTOLOADED.intersection(parts) or SHADOWING.fullmatch(name)):
-                    left_out.append(name)
-                    continue
-                is_image_s = member.issym() and links.get(name) == member.linkname
-                if "links" not in off and not is_image_s and (problem := _refused(member, inside)):
-                    raise ValueError(f"{name} in {self.name} is not carried over: {problem}")
-                members.append(member)
-            whole = {member.name for member in members}
-            if lost := [m.name for m in members if m.islnk() and m.linkname not in whole]:
-                raise ValueError(f"{lost[0]} in {self.name} is not carried over: a second name of a file left out")
+            kept, links = other._clear(inside, off)
+            members, left_out = self._chosen(tar, inside, kept, links, off)
             with tempfile.TemporaryFile() as chosen:
                 with tarfile.open(fileobj=chosen, mode="w") as new:
                     for member in members:
@@ -377,6 +326,39 @@ class Sandbox:
                 chosen.seek(0)
                 other._unpack(chosen, posixpath.dirname(inside))
         return left_out
+
+    def _clear(self, inside, off):
+        """Empty a folder but for what stays the image's -> (names of that, {name of a link there: where it leads})."""
+        keep = ["-name", ""] + (["-o", "-name", ".git"] if "git" not in off else [])
+        if "tools" not in off:
+            keep += [word for name in ("node_modules", *AUTOLOADED) for word in ("-o", "-name", name)]
+        result = self.exec(["sh", "-c", CLEAR, inside, "" if "tools" in off else "tools", *keep], user="root")
+        if result.exit_code or len(result.output) >= TAIL_BYTES:
+            raise SandboxError(f"{inside} of {self.name} cannot be emptied: {result.output[-1000:]}")
+        found = result.output.split("\0")
+        return ({name[2:] for name in found if name.startswith("./")},
+                dict(text[1:].split("\n", 1) for text in found if text.startswith("L")))
+
+    def _chosen(self, tar, inside, kept, links, off):
+        """(members of a workspace's archive that are carried over, names left out); ValueError: see carry."""
+        members, left_out = [], []
+        for member in _members(tar, f"{inside} in {self.name}"):
+            name = posixpath.relpath(member.name, posixpath.basename(inside))
+            parts = name.split("/")
+            if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(len(parts))): continue
+            if "tools" not in off and "__pycache__" in parts:   # may hold another program than its source
+                continue
+            if "tools" not in off and (AUTOLOADED.intersection(parts) or SHADOWING.fullmatch(name)):
+                left_out.append(name)
+                continue
+            is_image_s = member.issym() and links.get(name) == member.linkname
+            if "links" not in off and not is_image_s and (problem := _refused(member, inside)):
+                raise ValueError(f"{name} in {self.name} is not carried over: {problem}")
+            members.append(member)
+        whole = {member.name for member in members}
+        if lost := [m.name for m in members if m.islnk() and m.linkname not in whole]:
+            raise ValueError(f"{lost[0]} in {self.name} is not carried over: a second name of a file left out")
+        return members, left_out
 
     def _put(self, copies):
         with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
@@ -387,8 +369,7 @@ class Sandbox:
                     for path in paths or [host.resolve()]:
                         tar.add(path, inside.strip("/") + (f"/{path.name}" if paths else ""), filter=_anonymous)
             archive.seek(0)
-            if copies:
-                self._unpack(archive, "/")
+            if copies: self._unpack(archive, "/")
 
 
 # Empties a folder ($0) but for what `find` matches ("$@"; with $1 PATH's folders and virtual environments, too), which
@@ -440,12 +421,9 @@ IFS='
 
 def _refused(member, inside):
     """What is wrong with a member of a workspace's archive, None = nothing."""
-    if member.isdir() or member.islnk():
-        return None
-    if member.isreg():
-        return "it is setuid or setgid" if member.mode & 0o6000 else None
-    if not member.issym():
-        return "it is a device or fifo"
+    if member.isdir() or member.islnk(): return None
+    if member.isreg(): return "it is setuid or setgid" if member.mode & 0o6000 else None
+    if not member.issym(): return "it is a device or fifo"
     up = re.sub(r"^(\.\./?|\./)*", "", member.linkname)   # `..` further on may leave by another link
     folder = posixpath.join(posixpath.dirname(inside), posixpath.dirname(member.name))
     target = posixpath.normpath(posixpath.join(folder, member.linkname))
@@ -468,13 +446,11 @@ def _drain(chunks, log):
     tail, total = bytearray(), 0
     with open(log or os.devnull, "ab", buffering=0) as file:
         for chunk in chunks:
-            if total < LOG_BYTES:
-                file.write(chunk[:LOG_BYTES - total])
+            if total < LOG_BYTES: file.write(chunk[:LOG_BYTES - total])
             total += len(chunk)
             tail += chunk
             del tail[:-TAIL_BYTES]
-        if total > LOG_BYTES:
-            file.write(b"\n[%d bytes more]\n" % (total - LOG_BYTES))
+        if total > LOG_BYTES: file.write(b"\n[%d bytes more]\n" % (total - LOG_BYTES))
     return tail.decode(errors="replace")
 
 
@@ -504,7 +480,8 @@ def _faults(what):
         yield
     except FileNotFoundError:
         raise
-    except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+    except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError,
+            subprocess.SubprocessError, OSError) as error:
         raise SandboxError(f"{what}: {error}") from error
 
 
@@ -535,8 +512,7 @@ def _remove_container(name):
     try:
         _client().api.remove_container(name, force=True, v=True)
     except docker.errors.APIError as error:
-        if error.status_code not in (404, 409):
-            raise
+        if error.status_code not in (404, 409): raise
 
 
 class Docker(Sandbox):
@@ -592,8 +568,7 @@ class Docker(Sandbox):
         try:
             exec_id = create()["Id"]
         except docker.errors.APIError as error:
-            if error.status_code != 409:
-                raise
+            if error.status_code != 409: raise
             self.kill()   # an agent can end process 1 (out of processes, then `kill -9 -1`): start again
             exec_id = create()["Id"]
         # not exec_start, which drops output that arrives together with the answer's head
@@ -603,14 +578,12 @@ class Docker(Sandbox):
 
         def chunks():   # frames: stream number (4 bytes), length (4 bytes), data
             with response:
-                while head := response.raw.read(8):
-                    yield response.raw.read(int.from_bytes(head[4:], "big"))
+                while head := response.raw.read(8): yield response.raw.read(int.from_bytes(head[4:], "big"))
         return chunks(), lambda: api.exec_inspect(exec_id)["ExitCode"]
 
     def kill(self):
         """End every process, keep the files. A restart, since a second exec would fail at the process limit."""
-        with _faults(f"kill {self.name}"):
-            _client().api.restart(self.container, timeout=0)
+        with _faults(f"kill {self.name}"): _client().api.restart(self.container, timeout=0)
 
     def freeze(self):
         """End every process for good: files can be read, nothing runs any more."""
@@ -618,21 +591,20 @@ class Docker(Sandbox):
             _client().api.kill(self.container)
 
     @contextlib.contextmanager
-    def snapshot(self):
-        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block."""
+    def snapshot(self, is_last=False):
+        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block.
+        is_last: this sandbox is frozen, and one other starts; bubblewrap then hands the files over and copies none."""
         with _faults(f"snapshot of {self.name}"):   # the image has the container's labels
             made = _client().api.commit(self.container, "harness-rl/snapshot", uuid.uuid4().hex)["Id"]
         try:
             yield dataclasses.replace(self.env, base=made, dockerfile=None, copies=[])
         finally:
-            with contextlib.suppress(docker.errors.APIError):
-                _client().api.remove_image(made, force=True)
+            with contextlib.suppress(docker.errors.APIError): _client().api.remove_image(made, force=True)
 
     def stop(self):
         """Remove the container with all that it holds; may be called twice, and from another thread than exec."""
         if self.container:
-            with _faults(f"stop {self.name}"):
-                _remove_container(self.container)
+            with _faults(f"stop {self.name}"): _remove_container(self.container)
 
     def _unpack(self, archive, parent):
         _client().api.put_archive(self.container, parent, archive)
@@ -659,8 +631,7 @@ def image(env):
     """The image to start from (what `docker image inspect` says): local, else built or pulled, once."""
     name, context = _context(env) if env.dockerfile else (env.base, None)
     with _locked(name):
-        with contextlib.suppress(docker.errors.ImageNotFound):
-            return _client().api.inspect_image(name)
+        with contextlib.suppress(docker.errors.ImageNotFound): return _client().api.inspect_image(name)
         begin = time.monotonic()
         print(f"task {env.task}: {'building' if context else 'pulling'} image {name[:40]}", file=sys.stderr, flush=True)
         try:
@@ -724,14 +695,12 @@ def _remove_folder(folder):
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
     for _ in range(40):   # what runs inside may still write for the moment that it takes to die
         shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.lexists(folder):
-            break
+        if not os.path.lexists(folder): break
         time.sleep(0.05)
 
 
-def _copy(source, target):
-    """A folder with all that is in it; links are copied, not followed."""
-    subprocess.run(["cp", "-a", "--reflink=auto", f"{source}/.", target], check=True)
+def _make_folder(run_id):
+    return Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(run_id)}_{_owner(os.getpid())}_"))
 
 
 def _folders(copies):
@@ -755,26 +724,19 @@ class Bubblewrap(Sandbox):
             return f"bubblewrap does not run ({result.output.strip()}): allow user namespaces, or run as root"
 
     def _start(self):
-        task, base = f"task {self.env.task}:", self.env.base
-        if self.env.internet:
-            raise SandboxError(f"{task} bubblewrap has no network of its own to give; use --sandbox docker")
-        if self.env.dockerfile:
-            raise SandboxError(f"{task} bubblewrap builds no image, and its Dockerfile needs one "
-                               f"({self.env.build_line}); use --sandbox docker")
-        if not os.path.isabs(base) and base.partition(":")[0] not in ("host", "debian", "ubuntu", "harness-rl/base"):
-            raise SandboxError(f"{task} bubblewrap has no image {base}; name a root folder or this machine's own /usr "
-                               f"(--base_image {base}=FOLDER or {base}=host), or use --sandbox docker")
+        base, other = self.env.base, self.env.heir_of
         self.root, self.workdir = Path(base if os.path.isabs(base) else "/"), self.env.workdir or "/root"
         self.mounts, self.running, self.lock, self.bwrap = {}, [], threading.Lock(), shutil.which("bwrap")
-        if not self.bwrap:
-            raise SandboxError("bwrap is missing: apt-get install bubblewrap")
-        self.folder = Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(self.run_id)}_{_owner(os.getpid())}_"))
+        if other:
+            with other.lock: self.folder, other.folder = other.folder, None
+            if not self.folder: raise SandboxError(f"{other.name} is stopped")
+            self.uid, self.mounts = other.uid, dict(other.mounts)
+            return
+        self._refuse(f"task {self.env.task}:", base)
+        self.folder = _make_folder(self.run_id)
         # as root: a user id that is unique while the folder lives
         self.uid = os.geteuid() or (1 << 30) + self.folder.stat().st_ino % (1 << 30)
-        self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies), *self.env.layers])
-        for inside, layer in self.env.layers.items():
-            _copy(layer, self.mounts[inside])
-            subprocess.run(["chown", "-hR", f"{self.uid}:{self.uid}", self.mounts[inside]], check=True)
+        self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies)])
         for name, text in {"passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{self.uid}:{self.uid}::/root:/bin/bash\n",
                            "group": f"root:x:0:\nagent:x:{self.uid}:\n", "hosts": "127.0.0.1 localhost sandbox\n",
                            "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n"}.items():
@@ -783,14 +745,24 @@ class Bubblewrap(Sandbox):
             path.write_text(text)
             path.chmod(0o644)
         if self.workdir not in self.mounts:   # it lies in one of them
-            for _ in self._run(["mkdir", "-p", self.workdir], {}, "/")[0]:
-                pass
+            for _ in self._run(["mkdir", "-p", self.workdir], {}, "/")[0]: pass
+
+    def _refuse(self, task, base):
+        """SandboxError where only Docker will do, or where bubblewrap is not there."""
+        if self.env.internet:
+            raise SandboxError(f"{task} bubblewrap has no network of its own to give; use --sandbox docker")
+        if self.env.dockerfile:
+            raise SandboxError(f"{task} bubblewrap builds no image, and its Dockerfile needs one "
+                               f"({self.env.build_line}); use --sandbox docker")
+        if not os.path.isabs(base) and base.partition(":")[0] not in ("host", "debian", "ubuntu", "harness-rl/base"):
+            raise SandboxError(f"{task} bubblewrap has no image {base}; name a root folder or this machine's own /usr "
+                               f"(--base_image {base}=FOLDER or {base}=host), or use --sandbox docker")
+        if not self.bwrap: raise SandboxError("bwrap is missing: apt-get install bubblewrap")
 
     def _mount(self, folders):
         """Give each folder one on the host that outlives an exec, unless a folder above has it already."""
         for inside in sorted(folders):
-            if any(f"{inside}/".startswith(f"{m}/") for m in self.mounts):
-                continue
+            if any(f"{inside}/".startswith(f"{m}/") for m in self.mounts): continue
             # a mount point inside a writable folder could be moved away between two execs
             taken = [f"{path}/" for path in (*FIXED, *self.runtimes.values(), *self.mounts)]
             if inside == "/" or any(f"{inside}/".startswith(t) or t.startswith(f"{inside}/") for t in taken):
@@ -830,8 +802,7 @@ class Bubblewrap(Sandbox):
 
     def _run(self, argv, env, cwd, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, user=""):
         with self.lock:   # nothing starts once stop() has run
-            if not self.folder:
-                raise SandboxError(f"{self.name} is stopped")
+            if not self.folder: raise SandboxError(f"{self.name} is stopped")
             process = subprocess.Popen(self._bwrap(cwd, DEFAULTS | self.env.env | env) + argv, env={}, stdin=stdin,
                                        stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
             self.running = [p for p in self.running if p.poll() is None] + [process]
@@ -841,17 +812,16 @@ class Bubblewrap(Sandbox):
                 (wait := select.poll()).register(pipe)
                 while process.poll() is None or wait.poll(200):
                     if wait.poll(200):
-                        if not (chunk := os.read(pipe.fileno(), 1 << 16)):
-                            return
+                        if not (chunk := os.read(pipe.fileno(), 1 << 16)): return
                         yield chunk
                 # bwrap was killed while it set up: its child, which holds the pipe, would wait for it for ever
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError): os.killpg(process.pid, signal.SIGKILL)
         return chunks(), process.poll
 
     def kill(self):
-        """End every process, keep the files: with bwrap's child its pid namespace ends. Not bwrap alone: killed while it
-        starts it would leave a child that waits for ever, or runs the command."""
+        """End every process, keep the files: with bwrap's child its pid namespace ends. Not bwrap alone: killed while
+        it starts it would leave a child that waits for ever, or runs the command."""
+        children, deadline = [], time.monotonic() + 10
         for process in self.running:
             pid = process.pid
             if process.poll() is None:
@@ -859,7 +829,10 @@ class Bubblewrap(Sandbox):
                     os.kill(pid, signal.SIGSTOP)   # it makes no more children
                     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                         os.kill(int(child), signal.SIGKILL)
+                        children.append(child)
                 process.kill()
+        while any(map(_start_ticks, children)) and time.monotonic() < deadline:   # dead once all in its namespace are
+            time.sleep(0.002)
 
     def freeze(self):
         """End every process: what was started has ended with its exec."""
@@ -869,25 +842,26 @@ class Bubblewrap(Sandbox):
         return self.mounts
 
     @contextlib.contextmanager
-    def snapshot(self):
-        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block."""
-        folder = Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(self.run_id)}_{_owner(os.getpid())}_"))
+    def snapshot(self, is_last=False):
+        """As Docker's."""
+        if is_last:
+            yield dataclasses.replace(self.env, copies=[], heir_of=self)
+            return
+        folder = _make_folder(self.run_id)
         try:
-            layers = {inside: folder / host.name for inside, host in self.mounts.items()}
-            for inside, layer in layers.items():
-                _copy(self.mounts[inside], layer)
-            yield dataclasses.replace(self.env, copies=[], layers=layers)
+            with _faults(f"snapshot of {self.name}"):
+                subprocess.run(["cp", "-a", "--reflink=auto", *self.mounts.values(), folder], check=True)
+            copies = [(folder / host.name, inside) for inside, host in self.mounts.items()]
+            yield dataclasses.replace(self.env, copies=copies, heir_of=None)
         finally:
             _remove_folder(folder)
 
     def stop(self):
         """Remove the folder with all that it holds; may be called twice, and from another thread than exec."""
         if self.folder:
-            with self.lock:
-                folder, self.folder = self.folder, None
+            with self.lock: folder, self.folder = self.folder, None
             self.kill()
-            for process in self.running:
-                process.wait()
+            for process in self.running: process.wait()
             _remove_folder(folder)
 
     def _put(self, copies):
@@ -898,14 +872,12 @@ class Bubblewrap(Sandbox):
         """(exit code, output) of tar, run inside as the user there: a link made there leads nowhere on the host."""
         chunks, poll = self._run(["tar", *words], {}, "/", **pipes)
         output = _spool(chunks, f"{inside} in {self.name}")
-        while (code := poll()) is None:
-            time.sleep(0.001)
+        while (code := poll()) is None: time.sleep(0.001)
         return code, output
 
     def _unpack(self, archive, parent):
-        code, output = self._tar(parent, ["-x", "--no-overwrite-dir", "-C", parent], stdin=archive)
-        if code:
-            raise SandboxError(f"put into {self.name}: {output.read(1000).decode(errors='replace')}")
+        code, output = self._tar(parent, ["-xp", "--no-overwrite-dir", "-C", parent], stdin=archive)
+        if code: raise SandboxError(f"put into {self.name}: {output.read(1000).decode(errors='replace')}")
 
     def _get(self, inside):
         parent, name = posixpath.split(inside.rstrip("/"))

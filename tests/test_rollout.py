@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,6 +102,18 @@ def run(tmp_path, bubblewrap):
         job = Job(load_task(folder, folder.name, {}), "oracle" if proxy is None else "bash", script=script)
         return Runner(proxy, bubblewrap, "test-outcome", verify="strict").run(job, tmp_path)
     return run
+
+
+def test_outcome_of():
+    """Would catch an outcome that goes by the exit status where the session knows better, or a wrong order of them."""
+    def outcome(code=0, timed_out=False, overlong_exit=None, spent=False, refused="", final=False, session=True):
+        told = SimpleNamespace(is_spent=spent, refused=refused, has_final_answer=lambda: final)
+        return rollout.outcome_of(sandbox.Result(code, timed_out, ""), SimpleNamespace(overlong_exit=overlong_exit),
+                                  told if session else None)
+    assert [outcome(), outcome(session=False), outcome(1, final=True)] == ["ok"] * 3
+    assert [outcome(1), outcome(0, refused="500"), outcome(1, refused="500", final=True)] == ["harness_error"] * 3
+    assert [outcome(4, overlong_exit=4, refused="403"), outcome(137, True, spent=True)] == ["overlong"] * 2
+    assert outcome(137, True, overlong_exit=137) == outcome(137, True, final=True) == "timeout"
 
 
 def test_harness_error(run):
@@ -218,7 +231,8 @@ def test_a_session_that_does_not_end_is_an_infra_error(scripted, bubblewrap, tmp
     task = load_task(make_task(tmp_path / "t"), "t", {})
     jobs = [Job(task, "bash", i, script=("true", "DONE")) for i in range(2)]
     done = Runner(Slow(), bubblewrap, "test-slow").run_all(jobs, tmp_path / "out", "", quiet=True)
-    assert [(r.outcome, r.reward) for r in done] == [("ok", 1), ("infra_error", None)] and "did not answer" in done[1].detail
+    assert [(r.outcome, r.reward) for r in done] == [("ok", 1), ("infra_error", None)], done
+    assert "did not answer" in done[1].detail
 
 
 def test_a_task_is_hashed_once(bubblewrap, tmp_path, monkeypatch):

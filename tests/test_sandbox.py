@@ -387,6 +387,25 @@ def test_snapshot(kind):
         assert not docker.from_env().images.list(filters={"label": f"harness_rl.run={RUN}"})
 
 
+def test_the_last_snapshot(kind):
+    """Catches: a verifier's sandbox without the agent's files, with its socket or runtimes, one that a late process of
+    the agent's still writes to, files copied for nothing or left."""
+    before = remains()
+    with make(kind, runtimes={REPO / "tests": "/opt/harness/x"}) as box:
+        sh(box, "echo kept > f; mkdir -p /home/d /tests; chmod 0 /home/d; echo x > /tmp/x; echo own > /tests/t")
+        assert sh(box, "setsid sh -c 'while :; do date >> late; done' & sleep 60", timeout_s=0.5).timed_out
+        box.freeze()
+        with box.snapshot(is_last=True) as env, make(kind, env) as last:
+            box.stop()
+            first = sh(last, "stat -c %s late").output
+            assert sh(last, "pwd; cat f /tmp/x /tests/t; stat -c %a /home/d").output == "/app\nkept\nx\nown\n0\n"
+            assert sh(last, "ls /opt/harness/x/* /run/model.sock 2> /dev/null").output == ""
+            assert sh(last, "stat -c %s late").output == first != "0\n"
+            assert kind == "docker" or len(remains()) == len(before) + 1
+            with pytest.raises(SandboxError): box.exec(["true"])
+    assert remains() == before
+
+
 def test_disk_limit(kind):
     """Catches: an agent that fills the disk for all, by one large file or by many, and that goes on."""
     with make(kind, disk_mb=40) as box:
@@ -426,7 +445,7 @@ def test_an_ordinary_user_of_docker(tmp_path):
         os.setgroups([{sock.stat().st_gid}]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
         ctypes.CDLL(None).prctl(4, 1)       # dumpable again: /proc/self is ours
         for _ in range(2):
-            with sandbox.Docker(sandbox.Environment("harness-rl/base", workdir="/app"), run_id="{RUN}", name="u") as box:
+            with sandbox.Docker(sandbox.Environment("harness-rl/base"), run_id="{RUN}", name="u") as box:
                 print(box.exec(["id", "-u"]).output.strip(), box.changed())"""
     result = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, capture_output=True)
     assert result.stdout == "0 []\n0 []\n" and result.stderr.count("no record of tampering") == 1, result
