@@ -14,12 +14,16 @@ workspace that reaches the verifier without what would run there before the test
 a SandboxError; removal of all that a dead run left, whatever killed it; tasks of FROM, WORKDIR, COPY and ENV lines
 without an image build, alike on both.
 Not covered: kernel exploits; disk use between two looks, 2 s apart; a daemon that hangs instead of failing; side
-channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; remote Docker hosts (mounts are local paths);
-tests that themselves run the agent's code in their own process or under their own user.
-Docker, further: where the containers' files cannot be looked at (an ordinary user, another machine, containerd's store)
-what is written is limited by file, not in all, and `changed` finds nothing: said once on stderr. An exec fails (126)
-while background processes fill the process limit; `kill()` ends them. `internet`: a bridge of the run's own without
-traffic between sandboxes; the host's ports can then be reached at its gateway.
+channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; tests that themselves run the agent's code in
+their own process or under their own user.
+Docker, further: an exec fails (126) while background processes fill the process limit; `kill()` ends them. `internet`:
+a bridge of the run's own without traffic between sandboxes; the host's ports can then be reached at its gateway. Where
+the containers' files cannot be looked at (by an ordinary user, on another machine, in containerd's store) the disk
+limit is what the daemon counts, and `changed` finds nothing, as is said once on stderr.
+Docker on another machine (a DOCKER_HOST that is no unix socket): runtimes go there once, as volumes, which `reap`
+removes when their folder here is another by then; the model's socket is carried over an exec's standard input and
+output (harnesses/relay.py): no network inside, as here, and no port to open on either side. An agent that ends all
+processes ends the relay, too.
 bubblewrap, further: no image is built; no CPU limit; memory is limited per process; processes run as an ordinary user,
 not root, on a read-only root (writable: the workdir, WRITABLE, folders given to `put`); background processes end with
 their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
@@ -29,6 +33,9 @@ import contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, os, po
 from pathlib import Path
 
 import docker, requests, urllib3
+
+import harnesses
+from harnesses import relay
 
 TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
 LOG_BYTES = 10 << 20    # output of an exec that its log file keeps
@@ -172,6 +179,10 @@ def reap(run_id=None):
                     containers.append(row["Id"])
                     with contextlib.suppress(docker.errors.APIError):   # gone, or in use for a moment
                         remove(row["Id"])
+        for row in [] if run_id else api.volumes(filters={"label": "harness_rl.folder"})["Volumes"] or []:
+            folder, maker = (row["Labels"][f"harness_rl.{key}"] for key in ("folder", "maker"))
+            if maker == _owner(os.getpid()).partition(".")[0] and row["Name"] != _volume_name(folder):
+                with contextlib.suppress(docker.errors.APIError): api.remove_volume(row["Name"])   # 409: it is in use
     return len(folders) + len(containers)
 
 
@@ -256,12 +267,14 @@ class Sandbox:
     def _exceeded(self, deadline):
         """The limit that is passed: time, disk or None."""
         if time.monotonic() >= deadline: return "time"
-        if self._host_mb() < DISK_RESERVE_MB or sum(map(_bytes, self._written().values())) > self.disk_mb << 20:
-            return "disk"
+        if self._host_mb() < DISK_RESERVE_MB or self._used_bytes() > self.disk_mb << 20: return "disk"
 
     def _place(self):
         """A folder on the file system that the sandbox writes to; `_written`: where on it what inside folders hold."""
         return tempfile.gettempdir()
+
+    def _used_bytes(self):
+        return sum(map(_bytes, self._written().values()))
 
     def _host_mb(self):
         usage = os.statvfs(self._place())
@@ -527,8 +540,12 @@ class Docker(Sandbox):
                     "DOCKER_HOST and your rights")
 
     def _start(self):
-        binds = [*self.runtimes.items(), *([(self.socket, SOCKET)] if self.socket else [])]
-        found = image(self.env)
+        found, self.relay = image(self.env), None
+        if _is_remote():
+            mounts = [(inside, _volume(folder, found["Id"]), "volume") for folder, inside in self.runtimes.items()]
+        else:
+            binds = [*self.runtimes.items(), *([(self.socket, SOCKET)] if self.socket else [])]
+            mounts = [(inside, str(Path(host).resolve()), "bind") for host, inside in binds]
         self.workdir = self.env.workdir or found["Config"]["WorkingDir"] or "/"
         self.container = f"harness-rl-{_safe(self.run_id)}-{_safe(self.name)[-80:]}-{uuid.uuid4().hex[:8]}"
         labels = {"harness_rl.run": _safe(self.run_id), "harness_rl.owner": _owner(os.getpid())}
@@ -542,7 +559,7 @@ class Docker(Sandbox):
             cap_drop=["ALL"], cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL"],
             security_opt=["no-new-privileges"], log_config={"type": "none"},
             **({"network": _bridge(self.run_id, labels)} if self.env.internet else {"network_mode": "none"}),
-            mounts=[docker.types.Mount(inside, str(Path(host).resolve()), "bind", True) for host, inside in binds],
+            mounts=[docker.types.Mount(*mount, read_only=True) for mount in mounts],
             ulimits=[docker.types.Ulimit(name=name, soft=most, hard=most)
                      for name, most in (("nofile", OPEN_FILES), ("core", 0), ("fsize", self.disk_mb << 20))],
             mem_limit=f"{self.memory_mb}m", memswap_limit=f"{self.memory_mb}m", nano_cpus=int(self.cpus * 1e9),
@@ -552,13 +569,20 @@ class Docker(Sandbox):
         self.upper = Path(upper) if os.path.isdir(upper) else None   # where its files lie, if we may look there
         if not self.upper:
             _say_once("warning: the files of Docker's containers cannot be looked at (that takes root on the daemon's "
-                      "machine and overlay2): no disk limit but for single files, no record of tampering")
+                      "machine, and overlay2): there is no record of tampering")
 
     def _place(self):
         return self.upper.parents[1] if self.upper else super()._place()
 
     def _written(self):
         return {"/": self.upper} if self.upper else {}
+
+    def _used_bytes(self):
+        if self.upper: return super()._used_bytes()
+        with contextlib.suppress(SandboxError), _faults("look"):   # what has failed shows elsewhere
+            rows = _client().api.containers(all=True, size=True, filters={"name": f"^/{self.container}$"})
+            return sum(row.get("SizeRw", 0) for row in rows)
+        return 0
 
     def _run(self, argv, env, cwd, user=""):
         api = _client().api
@@ -571,6 +595,7 @@ class Docker(Sandbox):
             if error.status_code != 409: raise
             self.kill()   # an agent can end process 1 (out of processes, then `kill -9 -1`): start again
             exec_id = create()["Id"]
+        if self.socket and _is_remote() and not (self.relay and self.relay.is_alive()): self._connect()
         # not exec_start, which drops output that arrives together with the answer's head
         response = api.post(f"{api.base_url}/v{api.api_version}/exec/{exec_id}/start",
                             json={"Detach": False, "Tty": False}, stream=True, timeout=None)
@@ -581,8 +606,49 @@ class Docker(Sandbox):
                 while head := response.raw.read(8): yield response.raw.read(int.from_bytes(head[4:], "big"))
         return chunks(), lambda: api.exec_inspect(exec_id)["ExitCode"]
 
+    def _connect(self):
+        """To a sandbox on another machine: its end of the socket, carried over an exec's standard input and output."""
+        api = _client().api
+        exec_id = api.exec_create(self.container, RELAY, stdin=True, stderr=False, user="0", workdir="/")["Id"]
+        pipe = api.exec_start(exec_id, socket=True)   # keeps its response alive
+        wire, output, ready = getattr(pipe, "_sock", pipe), bytearray(), select.poll()
+        wire.settimeout(60)
+        ready.register(wire, select.POLLIN)
+
+        def exactly(size):
+            data = bytearray()
+            while len(data) < size:
+                while not (hasattr(wire, "pending") and wire.pending() or ready.poll(1000)): pass
+                with frames.lock:   # TLS: OpenSSL does not bear one thread that reads and one that writes
+                    if not (chunk := wire.recv(size - len(data))): break
+                data += chunk
+            return bytes(data)
+
+        def read(size):   # what relay.py writes, out of the daemon's own frames: stream number (4 bytes), length, data
+            while len(output) < size and (head := exactly(8)): output.extend(exactly(int.from_bytes(head[4:], "big")))
+            data = bytes(output[:size])
+            del output[:size]
+            return data
+
+        def connect():
+            (model := socket.socket(socket.AF_UNIX)).connect(str(self.socket))
+            return model
+
+        def carry():
+            frames.run()
+            pipe.close()
+        frames = relay.Frames(read, wire.sendall, connect)
+        frames.send(0)
+        if (answer := read(8)) != bytes(8):
+            raise SandboxError(f"{self.name}: relay.py does not start ({bytes(answer + output)[:300]}); it needs the "
+                               "runtimes python and code, which all harnesses have")
+        wire.settimeout(None)
+        self.relay = threading.Thread(target=carry, daemon=True)
+        self.relay.start()
+
     def kill(self):
         """End every process, keep the files. A restart, since a second exec would fail at the process limit."""
+        self.relay = None
         with _faults(f"kill {self.name}"): _client().api.restart(self.container, timeout=0)
 
     def freeze(self):
@@ -615,6 +681,44 @@ class Docker(Sandbox):
         except docker.errors.NotFound as error:
             raise FileNotFoundError(f"{inside} is not there in {self.name}") from error
         return _spool(chunks, f"{inside} in {self.name}")
+
+
+RELAY = [*harnesses.PYTHON, f"{harnesses.PATHS['code']}/relay.py", SOCKET]
+
+
+def _is_remote():
+    """Does the daemon see other files than we do? It does when it is not reached by a unix socket."""
+    return not _client().api.base_url.startswith("http+docker://local")
+
+
+def _volume_name(folder):
+    """Names, sizes and times of a folder's files make it; Python's caches come and go."""
+    seen = [(str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for path in sorted(Path(folder).rglob("*"))
+            if path.suffix != ".pyc" and not path.is_dir() and (stat := path.lstat())]
+    return f"harness-rl-{_safe(Path(folder).name)}-{hashlib.sha256(repr(seen).encode()).hexdigest()[:16]}"
+
+
+def _volume(folder, image_id, known={}):
+    """The name of a volume on the daemon's machine that holds a folder's content, filled once (by a container of any
+    image, which never runs)."""
+    if folder in known: return known[folder]
+    name, owner = _volume_name(folder), _owner(os.getpid())
+    labels = {"harness_rl.folder": str(folder), "harness_rl.maker": owner.partition(".")[0]}
+    with _locked(name):
+        filler = _client().containers.create(
+            image_id, ["true"], mounts=[docker.types.Mount("/fill", name, "volume", labels=labels)],
+            network_mode="none", labels={"harness_rl.run": "volume", "harness_rl.owner": owner})
+        try:
+            try: _client().api.get_archive(filler.id, "/fill/.whole")
+            except docker.errors.NotFound:
+                with tempfile.TemporaryFile() as archive:
+                    with tarfile.open(fileobj=archive, mode="w") as tar:
+                        tar.add(folder, ".", filter=_anonymous)
+                        tar.addfile(_anonymous(tarfile.TarInfo(".whole")))   # last: without it, it is filled again
+                    archive.seek(0)
+                    _client().api.put_archive(filler.id, "/fill", archive)
+        finally: _remove_container(filler.id)
+    return known.setdefault(folder, name)
 
 
 def _bridge(run_id, labels):

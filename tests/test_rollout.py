@@ -554,6 +554,17 @@ def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
     assert len(list((tmp_path / "out").glob("*.jsonl"))) == len(list((tmp_path / "out").glob("*.log"))) == 4
 
 
+def test_rollouts_on_another_machine(shell_tasks, far_daemon, tiny, tmp_path):
+    """Would catch a step of a rollout that needs the daemon's files to be ours: image, runtimes, socket, copies."""
+    result = command("rollout.py", "--tasks", shell_tasks / "heldout", "--limit", 2, "--harness", "bash,nop",
+                     "--model", tiny, "--engine", "scripted", "--script", "solution", "--sandbox", "docker",
+                     "--base_image", "debian:bookworm-slim=harness-rl/base", "--out", tmp_path / "out", **far_daemon)
+    assert result.returncode == 0, result.stderr
+    assert "bash in docker: 100.0 % of 2 solved" in result.stdout and "nop in docker: 0.0 % of 2" in result.stdout
+    left = subprocess.run(["docker", "ps", "-aq"], env=os.environ | far_daemon, capture_output=True, text=True)
+    assert (left.returncode, left.stdout) == (0, "")
+
+
 def in_process(capsys, *words):
     """Exit status and output of rollout.py."""
     status = rollout.main(rollout.parse([*map(str, words)]))

@@ -204,6 +204,61 @@ def test_runtime_and_socket(kind, tmp_path):
     assert "tool" in (tmp_path / "runtime" / "tool").read_text()
 
 
+def test_a_daemon_on_another_machine(far_daemon, tmp_path):
+    """Catches: mounts of paths that are not there, a network in the socket's place, connections that mix or lose bytes,
+    a half-closed one that ends early, a socket that a kill takes for good, volumes that are filled again or stay."""
+    code = f"""if 1:
+        import hashlib, os, shutil, socket, sys, threading, time
+        import harnesses, sandbox
+        from pathlib import Path
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("m.sock"), server.listen()
+        def one(client):
+            with client:
+                data = b"".join(iter(lambda: client.recv(1 << 16), b""))
+                client.sendall(hashlib.sha256(data).hexdigest().encode() + data[:1 << 20])
+        def accept():
+            while True: threading.Thread(target=one, args=server.accept()[:1], daemon=True).start()
+        threading.Thread(target=accept, daemon=True).start()
+        runtimes = harnesses.load("bash").mounts()
+        shutil.copytree(harnesses.runtime("code"), "code", ignore=shutil.ignore_patterns("__pycache__"))
+        runtimes = {{Path("code").absolute() if p.name == "harnesses" else p: inside for p, inside in runtimes.items()}}
+        client = '''if 1:
+            import hashlib, os, socket, threading
+            def one(number):
+                data, right = os.urandom(number * 90_000), 0
+                with socket.create_connection(("127.0.0.1", 8000)) as sock:
+                    sock.sendall(data), sock.shutdown(socket.SHUT_WR)
+                    answer = b"".join(iter(lambda: sock.recv(65536), b""))
+                print("right" if answer == hashlib.sha256(data).hexdigest().encode() + data[:1 << 20] else "wrong")
+            threads = [threading.Thread(target=one, args=(number,)) for number in range(16)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()'''
+        python = [*harnesses.PYTHON, harnesses.PATHS["code"] + "/forward.py", *harnesses.PYTHON, "-c", client]
+        for turn in range(2):
+            started, before = time.monotonic(), threading.active_count()
+            with sandbox.Docker(sandbox.Environment("harness-rl/base", workdir="/app"), run_id="{RUN}", name="far",
+                                runtimes=runtimes, socket=Path("m.sock").absolute()) as box:
+                print(box.exec(python, timeout_s=60).output.count("right"))
+                box.kill()
+                print(box.exec(python, timeout_s=60).output.count("right"))
+                print(box.exec(["bash", "-c", "grep -o '[a-z]*:' /proc/net/dev; echo x > /opt/harness/code/x"]))
+                print(box.exec(["sleep", "60"], timeout_s=0.5).timed_out, box.changed())
+            time.sleep(0.5)
+            print(threading.active_count() - before, len(sandbox._client().volumes.list()))
+        Path("code/bash.py").write_text("changed")
+        sandbox.reap(), print(len(sandbox._client().volumes.list()), sandbox._client().containers.list(all=True))"""
+    with tempfile.TemporaryDirectory(prefix="s") as short:
+        result = subprocess.run([sys.executable, "-c", code], cwd=short, text=True, capture_output=True, timeout=200,
+                                env=os.environ | far_daemon | {"PYTHONPATH": str(REPO)})
+    lines = result.stdout.splitlines()
+    assert result.stderr.count("no record of tampering") == 1 and len(lines) == 11, result
+    for turn in (lines[:5], lines[5:10]):
+        assert turn[0] == turn[1] == "16" and "='lo:\\n" in turn[2] and "Read-only file" in turn[2], result
+        assert turn[3:] == ["True []", "0 2"], result
+    assert lines[10] == "1 []"
+
+
 # ---- copies ----
 
 def test_put_and_get(kind, tmp_path):
@@ -435,8 +490,8 @@ def test_a_full_disk_is_a_fault_of_ours(tmp_path):
 
 
 def test_an_ordinary_user_of_docker(tmp_path):
-    """Catches: a member of group docker, who may not look below /var/lib/docker, and who gets no sandbox for it; limits
-    and a record that are silently off."""
+    """Catches: a member of group docker, who may not look below /var/lib/docker, and who gets no sandbox for it, or one
+    without a disk limit; a record that is silently off."""
     needs("docker")
     sock = Path("/var/run/docker.sock")
     if os.geteuid() or not sock.is_socket(): pytest.skip("needs root, to become another user")
@@ -445,10 +500,12 @@ def test_an_ordinary_user_of_docker(tmp_path):
         os.setgroups([{sock.stat().st_gid}]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
         ctypes.CDLL(None).prctl(4, 1)       # dumpable again: /proc/self is ours
         for _ in range(2):
-            with sandbox.Docker(sandbox.Environment("harness-rl/base"), run_id="{RUN}", name="u") as box:
-                print(box.exec(["id", "-u"]).output.strip(), box.changed())"""
+            with sandbox.Docker(sandbox.Environment("harness-rl/base"), run_id="{RUN}", name="u", disk_mb=40) as box:
+                print(box.exec(["id", "-u"]).output.strip(), box.changed())
+                write = "for i in 1 2 3; do head -c 20000000 /dev/zero > /tmp/$i; done; sleep 60"
+                print(box.exec(["sh", "-c", write], timeout_s=50).is_over_disk)"""
     result = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, capture_output=True)
-    assert result.stdout == "0 []\n0 []\n" and result.stderr.count("no record of tampering") == 1, result
+    assert result.stdout == "0 []\nTrue\n" * 2 and result.stderr.count("no record of tampering") == 1, result
 
 
 def test_limits_are_set():
