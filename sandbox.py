@@ -653,8 +653,10 @@ class Docker(Sandbox):
 
     def freeze(self):
         """End every process for good: files can be read, nothing runs any more."""
-        with _faults(f"freeze {self.name}"), contextlib.suppress(docker.errors.APIError):   # 409: it does not run
-            _client().api.kill(self.container)
+        with _faults(f"freeze {self.name}"):
+            try: _client().api.kill(self.container)
+            except docker.errors.APIError as error:
+                if error.status_code != 409: raise   # 409: it does not run
 
     @contextlib.contextmanager
     def snapshot(self, is_last=False):
@@ -679,6 +681,7 @@ class Docker(Sandbox):
         try:
             chunks, _ = _client().api.get_archive(self.container, inside)
         except docker.errors.NotFound as error:
+            _client().api.inspect_container(self.container)   # where all of it is gone, that is a fault of ours
             raise FileNotFoundError(f"{inside} is not there in {self.name}") from error
         return _spool(chunks, f"{inside} in {self.name}")
 
@@ -986,6 +989,7 @@ class Bubblewrap(Sandbox):
     def _get(self, inside):
         parent, name = posixpath.split(inside.rstrip("/"))
         code, archive = self._tar(inside, ["-c", "-C", parent, "--", name], stderr=subprocess.DEVNULL)
+        if code not in (0, 1, 2): raise SandboxError(f"get {inside} from {self.name}: tar was killed ({code})")
         if not archive.read(tarfile.BLOCKSIZE).strip(b"\0"):
             raise FileNotFoundError(f"{inside} is not there in {self.name}")
         if code > 1:   # 1: a file changed while it was read

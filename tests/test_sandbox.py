@@ -725,6 +725,16 @@ def test_stop(kind):
     assert remains() == before
 
 
+def test_a_sandbox_that_is_gone_is_a_fault_of_ours(kind, tmp_path):
+    """Catches: a container that someone removed, taken for an agent that deleted its workspace, which pays 0."""
+    with make(kind) as box, make(kind) as other:
+        if kind == "docker": docker.from_env().containers.get(box.container).remove(force=True)
+        else: box.stop()
+        with pytest.raises(SandboxError): box.exec(["true"])
+        with pytest.raises(SandboxError): box.carry("/app", other)
+        with pytest.raises(SandboxError): box.get("/app/x", tmp_path / "x")
+
+
 def test_concurrency(kind):
     """Catches: state or clients shared between threads, output that is lost now and then, leaked descriptors."""
     def one(number):
