@@ -34,7 +34,7 @@ from pathlib import Path
 
 import docker, requests, urllib3
 
-import harnesses
+import harnesses, workspace
 from harnesses import relay
 
 TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
@@ -44,6 +44,7 @@ GET_FILES = 200_000     # most files and folders in one
 DISK_RESERVE_MB = 256   # of the host: less, and every sandbox fails
 OPEN_FILES = 4096       # a process
 SOCKET = "/run/model.sock"
+SCRATCH = ("/tmp", "/var/tmp", "/run", "/dev", "/proc", "/sys", "/opt/harness", "/solution", "/var/log", "/var/cache")
 
 
 class SandboxError(RuntimeError):
@@ -292,7 +293,7 @@ class Sandbox:
     def squash(self):
         """Leave one commit of the history of each repository in the workspace: no remote, tag, stash, reflog or object
         that it does not reach. Returns their number."""
-        result = self.exec(["sh", "-c", SQUASH, self.workdir], timeout_s=600, user="root")
+        result = self.exec(["sh", "-c", workspace.SQUASH, self.workdir], timeout_s=600, user="root")
         if result.exit_code:
             raise SandboxError(f"{self.name}: git history could not be squashed; --off git leaves it as it is")
         return len(result.output.splitlines())
@@ -308,9 +309,10 @@ class Sandbox:
             for member in _members(tar, f"{inside} in {self.name}"):
                 path = Path(host, *Path(member.name).parts[1:])   # the first is the name of `inside` itself
                 is_file = member.isreg() or member.islnk()        # a hard link: its content once more
-                if not (is_file or member.isdir()) or ".." in path.parts[len(Path(host).parts):]:
-                    raise ValueError(f"{inside} in {self.name} is not copied to the host: {member.name} is a link "
-                                     "or device")
+                if (not (is_file or member.isdir()) or ".." in path.parts[len(Path(host).parts):]
+                        or len(os.fsencode(path)) > 4000):
+                    raise ValueError(f"{inside} in {self.name} is not copied to the host: {member.name[:200]} is a "
+                                     "link or device, or too deep")
                 if is_file:
                     with open(path, "wb") as file: shutil.copyfileobj(tar.extractfile(member), file)
                     path.chmod(0o644 | member.mode & 0o111)
@@ -319,19 +321,14 @@ class Sandbox:
 
     def carry(self, inside, other, off=()):
         """Make a folder of another sandbox, fresh from the image, equal to this one's; nothing is unpacked on the host.
-        Raises as `get` does. Defences (`off`: names of those that are not wanted):
-        git    .git is the image's, not the agent's: its history, without hooks and settings that run commands
-        tools  what the image holds of PATH folders, virtual environments and node_modules stays; files that Python or
-               pytest would load unasked (AUTOLOADED, modules of the standard library's names at the top) are left out
-        links  ValueError for setuid files, devices, fifos and symbolic links out of `inside`, but for the image's and
-               those into SHARED
-        Returns the names that were left out and that are not the image's."""
+        Raises as `get` does, and for what workspace.py refuses; `off`: its defences that are not wanted. Returns the
+        names that were left out and that are not the image's."""
         with _faults(f"carry {inside} from {self.name}"), self._get(inside) as archive:
             tar = tarfile.open(fileobj=archive)
             if not posixpath.basename(inside) or not tar.next().isdir():
                 raise ValueError(f"{inside} in {self.name} is not carried over: it is no folder of its own")
             kept, links = other._clear(inside, off)
-            members, left_out = self._chosen(tar, inside, kept, links, off)
+            members, left_out = workspace.choose(_members(tar, f"{inside} in {self.name}"), inside, kept, links, off)
             with tempfile.TemporaryFile() as chosen:
                 with tarfile.open(fileobj=chosen, mode="w") as new:
                     for member in members:
@@ -342,36 +339,13 @@ class Sandbox:
 
     def _clear(self, inside, off):
         """Empty a folder but for what stays the image's -> (names of that, {name of a link there: where it leads})."""
-        keep = ["-name", ""] + (["-o", "-name", ".git"] if "git" not in off else [])
-        if "tools" not in off:
-            keep += [word for name in ("node_modules", *AUTOLOADED) for word in ("-o", "-name", name)]
-        result = self.exec(["sh", "-c", CLEAR, inside, "" if "tools" in off else "tools", *keep], user="root")
+        words = ["sh", "-c", workspace.CLEAR, inside, "" if "tools" in off else "tools", *workspace.kept_by(off)]
+        result = self.exec(words, user="root")
         if result.exit_code or len(result.output) >= TAIL_BYTES:
             raise SandboxError(f"{inside} of {self.name} cannot be emptied: {result.output[-1000:]}")
         found = result.output.split("\0")
         return ({name[2:] for name in found if name.startswith("./")},
                 dict(text[1:].split("\n", 1) for text in found if text.startswith("L")))
-
-    def _chosen(self, tar, inside, kept, links, off):
-        """(members of a workspace's archive that are carried over, names left out); ValueError: see carry."""
-        members, left_out = [], []
-        for member in _members(tar, f"{inside} in {self.name}"):
-            name = posixpath.relpath(member.name, posixpath.basename(inside))
-            parts = name.split("/")
-            if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(len(parts))): continue
-            if "tools" not in off and "__pycache__" in parts:   # may hold another program than its source
-                continue
-            if "tools" not in off and (AUTOLOADED.intersection(parts) or SHADOWING.fullmatch(name)):
-                left_out.append(name)
-                continue
-            is_image_s = member.issym() and links.get(name) == member.linkname
-            if "links" not in off and not is_image_s and (problem := _refused(member, inside)):
-                raise ValueError(f"{name} in {self.name} is not carried over: {problem}")
-            members.append(member)
-        whole = {member.name for member in members}
-        if lost := [m.name for m in members if m.islnk() and m.linkname not in whole]:
-            raise ValueError(f"{lost[0]} in {self.name} is not carried over: a second name of a file left out")
-        return members, left_out
 
     def _put(self, copies):
         with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
@@ -383,65 +357,6 @@ class Sandbox:
                         tar.add(path, inside.strip("/") + (f"/{path.name}" if paths else ""), filter=_anonymous)
             archive.seek(0)
             if copies: self._unpack(archive, "/")
-
-
-# Empties a folder ($0) but for what `find` matches ("$@"; with $1 PATH's folders and virtual environments, too), which
-# it prints, after L, path and target of the links that are there. Makes the verifier's folder, for any user.
-CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
-cd "$0" 2> /dev/null || exit 0
-find . -type l -printf 'L%P\n%l\0' 2> /dev/null
-is_deep=$1; shift
-[ -z "$is_deep" ] || {
-    IFS='
-'; for file in $(find . -mindepth 2 -name pyvenv.cfg); do set -- "$@" -o -path "${file%/*}"; done
-    IFS=:; for folder in $PATH; do case $folder in "$0"/?*) set -- "$@" -o -path ".${folder#"$0"}" ;; esac; done
-}
-find . -mindepth 1 \( "$@" \) -prune -print0 -o ! -type d -exec rm -f {} + || exit 1
-find . -mindepth 1 \( "$@" \) -prune -o -type d -print0 | sort -rz | xargs -0 rmdir 2> /dev/null
-exit 0"""
-AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py"}
-SHADOWING = re.compile(rf"({'|'.join(sys.stdlib_module_names)}|_?pytest|pluggy)(/__init__)?\.([\w-]+\.)?(py|pyc|so)")
-SCRATCH = ("/tmp", "/var/tmp", "/run", "/dev", "/proc", "/sys", "/opt/harness", "/solution", "/var/log", "/var/cache")
-SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: links there tell nothing new
-
-
-# Of all repositories below a folder ($0): one commit of what HEAD holds, the index and the files as they are. One in an
-# image without git is taken away: its objects could be read all the same. Prints a line for each.
-SQUASH = r"""cd "$0" 2> /dev/null || exit 0
-export HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_COUNT=3 GIT_CONFIG_KEY_0=safe.directory
-export GIT_CONFIG_VALUE_0='*' GIT_CONFIG_KEY_1=core.fsmonitor GIT_CONFIG_VALUE_1=false
-export GIT_CONFIG_KEY_2=core.hooksPath GIT_CONFIG_VALUE_2=/dev/null
-for who in AUTHOR COMMITTER; do
-    export GIT_${who}_NAME=task GIT_${who}_EMAIL=task@localhost GIT_${who}_DATE='2000-01-01T00:00:00Z'
-done
-IFS='
-'; for git in $(find . -xdev -name .git -prune); do (
-    echo "$git"
-    cd "${git%/*}" && [ -d .git ] && git rev-parse --git-dir > /dev/null 2>&1 || { rm -rf "${git##*/}"; exit; }
-    head=$(git symbolic-ref -q HEAD || echo refs/heads/main)
-    commit=$(git commit-tree -m start 'HEAD^{tree}')
-    for key in $(git config --local --name-only --list |
-                 grep -E '^(remote|branch|credential|http|url|include|submodule)'); do
-        git config --local --unset-all "$key"
-    done
-    (cd .git && rm -rf refs/* packed-refs logs *_HEAD modules worktrees shallow rebase-* sequencer lfs svn info/grafts \
-        objects/pack/*.keep objects/pack/*.promisor && mkdir -p refs/heads)
-    git symbolic-ref HEAD "$head" && { [ -z "$commit" ] || git update-ref "$head" "$commit"; }
-    git repack -adq && rm -rf .git/objects/info/alternates .git/objects/info/commit-graph* && git prune --expire=now
-    pruned=$?; chown -hR --reference=. .git; exit $pruned
-) < /dev/null 2> /dev/null || exit 1; done"""
-
-
-def _refused(member, inside):
-    """What is wrong with a member of a workspace's archive, None = nothing."""
-    if member.isdir() or member.islnk(): return None
-    if member.isreg(): return "it is setuid or setgid" if member.mode & 0o6000 else None
-    if not member.issym(): return "it is a device or fifo"
-    up = re.sub(r"^(\.\./?|\./)*", "", member.linkname)   # `..` further on may leave by another link
-    folder = posixpath.join(posixpath.dirname(inside), posixpath.dirname(member.name))
-    target = posixpath.normpath(posixpath.join(folder, member.linkname))
-    if ".." in up.split("/") or not f"{target}/".startswith(tuple(f"{folder}/" for folder in (inside, *SHARED))):
-        return f"it is a link out of the workspace, to {member.linkname}"
 
 
 def _anonymous(member):
@@ -611,24 +526,8 @@ class Docker(Sandbox):
         api = _client().api
         exec_id = api.exec_create(self.container, RELAY, stdin=True, stderr=False, user="0", workdir="/")["Id"]
         pipe = api.exec_start(exec_id, socket=True)   # keeps its response alive
-        wire, output, ready = getattr(pipe, "_sock", pipe), bytearray(), select.poll()
+        wire = getattr(pipe, "_sock", pipe)
         wire.settimeout(60)
-        ready.register(wire, select.POLLIN)
-
-        def exactly(size):
-            data = bytearray()
-            while len(data) < size:
-                while not (hasattr(wire, "pending") and wire.pending() or ready.poll(1000)): pass
-                with frames.lock:   # TLS: OpenSSL does not bear one thread that reads and one that writes
-                    if not (chunk := wire.recv(size - len(data))): break
-                data += chunk
-            return bytes(data)
-
-        def read(size):   # what relay.py writes, out of the daemon's own frames: stream number (4 bytes), length, data
-            while len(output) < size and (head := exactly(8)): output.extend(exactly(int.from_bytes(head[4:], "big")))
-            data = bytes(output[:size])
-            del output[:size]
-            return data
 
         def connect():
             (model := socket.socket(socket.AF_UNIX)).connect(str(self.socket))
@@ -637,11 +536,11 @@ class Docker(Sandbox):
         def carry():
             frames.run()
             pipe.close()
-        frames = relay.Frames(read, wire.sendall, connect)
+        frames = relay.over_exec(wire, connect)
         frames.send(0)
-        if (answer := read(8)) != bytes(8):
-            raise SandboxError(f"{self.name}: relay.py does not start ({bytes(answer + output)[:300]}); it needs the "
-                               "runtimes python and code, which all harnesses have")
+        if (answer := frames.read(8)) != bytes(8):
+            raise SandboxError(f"{self.name}: relay.py does not start ({answer}); it needs the runtimes python and "
+                               "code, which all harnesses have")
         wire.settimeout(None)
         self.relay = threading.Thread(target=carry, daemon=True)
         self.relay.start()

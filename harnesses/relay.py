@@ -2,12 +2,13 @@
 
     python relay.py [SOCKET]        inside: offers the socket (/run/model.sock), carried over standard input and output
 
-The other end is `Frames` with a `connect`, in sandbox.py. A frame: number of its connection (4 bytes), length (4),
+The other end is `over_exec`, for sandbox.py. A frame: number of its connection (4 bytes), length (4),
 data; without data: no more comes this way. An agent may write to the pipe as well, and reaches its own session by it. A
 client that does not read its answer holds up the others of its sandbox.
 """
 import itertools
 import os
+import select
 import socket
 import struct
 import sys
@@ -90,6 +91,32 @@ class Frames:
                     sock.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     pass
+
+
+def over_exec(wire, connect) -> Frames:
+    """For this machine: wire leads to the daemon, and by it to the input and output of an exec of this file."""
+    output, ready = bytearray(), select.poll()
+    ready.register(wire, select.POLLIN)
+
+    def exactly(size):
+        data = bytearray()
+        while len(data) < size:
+            while not (hasattr(wire, "pending") and wire.pending() or ready.poll(1000)):
+                pass
+            with frames.lock:               # TLS: OpenSSL does not bear one thread that reads and one that writes
+                if not (chunk := wire.recv(size - len(data))):
+                    break
+            data += chunk
+        return bytes(data)
+
+    def read(size):                         # the daemon has frames of its own: stream (4 bytes), length (4), data
+        while len(output) < size and (head := exactly(8)):
+            output.extend(exactly(int.from_bytes(head[4:], "big")))
+        data = bytes(output[:size])
+        del output[:size]
+        return data
+    frames = Frames(read, wire.sendall, connect)
+    return frames
 
 
 def main(path="/run/model.sock"):
