@@ -35,8 +35,8 @@ In reward.json "call_N" is, for as many N as wanted, what call N is paid beside 
 --call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too: for the verifier
 /logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that there is not or a
 value that is no finite number is a verifier_error. Overlong rollouts are paid for no call; oracle and nop have none."""
-import argparse, concurrent.futures, contextlib, hashlib, json, math, multiprocessing, os, re, signal, sys, tempfile, \
-    threading, time, tomllib, traceback, uuid
+import argparse, concurrent.futures, contextlib, functools, hashlib, json, math, multiprocessing, os, re, signal, sys, \
+    tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -75,79 +75,101 @@ class Task:
         lines = (self.path / "solution" / "solve.sh").read_text().splitlines()
         return [line for line in lines if line.strip() and not line.startswith("#")]
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all that the task's folder held when this was first asked for."""
+        digest = hashlib.sha256()
+        for file in sorted(p for p in self.path.rglob("*") if p.is_file()):
+            digest.update(f"{file.relative_to(self.path)} {file.stat().st_size} ".encode() + file.read_bytes())
+        return digest.hexdigest()[:32]
+
     def mode_file(self, kind: str) -> Path:
         """Where the verify mode that the oracle found is remembered, for this content and kind of sandbox."""
         cache = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
-        files = sorted(p for p in self.path.rglob("*") if p.is_file())
-        digest = hashlib.sha256(repr([(str(p.relative_to(self.path)), p.read_bytes()) for p in files]).encode())
-        return cache / "verify" / f"{digest.hexdigest()[:32]}-{kind}"
+        return cache / "verify" / f"{self.digest}-{kind}"
+
+
+class Settings(dict):
+    """A task's task.toml; what is wrong with it is a ValueError that names the remedy."""
+    def __init__(self, path: Path):
+        self.path = path
+        try: super().__init__(tomllib.loads((path / "task.toml").read_text()))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise ValueError(f"task {path}: task.toml: {e}") from None
+        for section in ("agent", "verifier", "environment", "metadata", "solution"):
+            if not isinstance(self.setdefault(section, {}), dict):
+                self.wrong(f"{section} is no table", f"write [{section}]")
+
+    def wrong(self, what, remedy): raise ValueError(f"task {self.path}: task.toml: {what}; {remedy}")
+
+    def number(self, section, key, default):
+        value = self[section].get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            self.wrong(f"[{section}] {key} = {value!r}", "a number above 0 is needed")
+        return value
+
+    def megabytes(self, key, default):                      # memory_mb = 2048, or memory = "2G" in the older schema
+        text = self["environment"].get(key)
+        if text is None or f"{key}_mb" in self["environment"]:
+            return int(self.number("environment", f"{key}_mb", default))
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", str(text), re.I)
+        if not match: self.wrong(f"[environment] {key} = {text!r}", "a size as 512M or 2G is needed")
+        return max(1, int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) - 1)))
+
+    def variables(self, section):                           # ${NAME} and ${NAME:-default} are the host's
+        def host(match):
+            if (value := os.environ.get(match[1], match[2])) is None:
+                self.wrong(f"[{section}] env names ${{{match[1]}}}", "set it in the environment of this command")
+            return value
+        env = self[section].get("env", {})
+        if not isinstance(env, dict): self.wrong(f"[{section}] env = {env!r}", "a table is needed")
+        return {k: re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", host, str(v)) for k, v in env.items()}
+
+
+def refuse_unsupported(toml: Settings):
+    """ValueError for what a task asks for and would not get."""
+    box, schema = toml["environment"], toml.get("schema_version", "1")
+    if not str(toml.get("version", schema)).startswith("1"): toml.wrong(f"version {schema}", "known is 1.x")
+    for what, is_there in {
+            "several steps": toml.get("steps"), "[environment] gpus": box.get("gpus"),
+            "[environment] mcp_servers": box.get("mcp_servers"), "[environment] healthcheck": box.get("healthcheck"),
+            f"[environment] os = {box.get('os')}": str(box.get("os", "linux")).lower() != "linux",
+            "[verifier.environment]": toml["verifier"].get("environment"),
+            "network_mode = allowlist": box.get("network_mode") == "allowlist"}.items():
+        if is_there: toml.wrong(what, "this is not supported, leave the task out")
+    if compose := sorted(toml.path.glob("environment/*compose.y*ml")):
+        raise ValueError(f"task {toml.path}: {compose[0].name}: services beside the sandbox are not supported; leave "
+                         "the task out, or remove the file where the Dockerfile alone will do")
 
 
 def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task:
     """internet: whether tasks that ask for access to it get it: on, off, refuse."""
     for name in ("instruction.md", "task.toml", "tests/test.sh"):
         if not (path / name).is_file(): raise FileNotFoundError(f"task {path}: {name} is missing")
-    try: toml = tomllib.loads((path / "task.toml").read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"task {path}: task.toml: {e}") from None
+    toml = Settings(path)
     try: instruction = (path / "instruction.md").read_text().strip()
     except UnicodeDecodeError as e: raise ValueError(f"task {path}: instruction.md: {e}") from None
-
-    def wrong(what, remedy): raise ValueError(f"task {path}: task.toml: {what}; {remedy}")
-    def number(section, key, default):
-        value = toml.get(section, {}).get(key)
-        if value is None: value = default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            wrong(f"[{section}] {key} = {value!r}", "a number above 0 is needed")
-        return value
-    def megabytes(key, default):                            # memory_mb = 2048, or memory = "2G" in the older schema
-        text = box.get(key)
-        if text is None or f"{key}_mb" in box: return int(number("environment", f"{key}_mb", default))
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", str(text), re.I)
-        if not match: wrong(f"[environment] {key} = {text!r}", "a size as 512M or 2G is needed")
-        return max(1, int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) - 1)))
-    def variables(section):                                 # ${NAME} and ${NAME:-default} are the host's
-        def host(match):
-            if (value := os.environ.get(match[1], match[2])) is None:
-                wrong(f"[{section}] env names ${{{match[1]}}}", "set it in the environment of this command")
-            return value
-        env = toml.get(section, {}).get("env", {})
-        if not isinstance(env, dict): wrong(f"[{section}] env = {env!r}", "a table is needed")
-        return {k: re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", host, str(v)) for k, v in env.items()}
-    for section in ("agent", "verifier", "environment", "metadata", "solution"):
-        if not isinstance(toml.get(section, {}), dict):
-            raise ValueError(f"task {path}: task.toml: {section} is no table")
-    box, verifier, schema = toml.get("environment", {}), toml.get("verifier", {}), toml.get("schema_version", "1")
-    if not str(toml.get("version", schema)).startswith("1"): wrong(f"version {schema}", "known is 1.x")
-    for what, is_there in {
-            "several steps": toml.get("steps"), "[environment] gpus": box.get("gpus"),
-            "[environment] mcp_servers": box.get("mcp_servers"), "[environment] healthcheck": box.get("healthcheck"),
-            f"[environment] os = {box.get('os')}": str(box.get("os", "linux")).lower() != "linux",
-            "[verifier.environment]": verifier.get("environment"),
-            "network_mode = allowlist": box.get("network_mode") == "allowlist"}.items():
-        if is_there: wrong(what, "this is not supported, leave the task out")
-    if compose := sorted(path.glob("environment/*compose.y*ml")):
-        raise ValueError(f"task {path}: {compose[0].name}: services beside the sandbox are not supported; leave the "
-                         "task out, or remove the file where the Dockerfile alone will do")
+    refuse_unsupported(toml)
+    box = toml["environment"]
     is_online = box["network_mode"] == "public" if "network_mode" in box else bool(box.get("allow_internet"))
     if is_online and internet == "refuse":
         raise ValueError(f"task {path}: allow_internet = true: say --internet on (a network of the run's own) or "
                          "--internet off (the task runs without)")
-    image, mode = box.get("docker_image") or "", toml.get("metadata", {}).get("verify", "")
-    if not isinstance(image, str): wrong(f"[environment] docker_image = {image!r}", "an image's name is needed")
-    if mode not in ("", *VERIFY): wrong(f"[metadata] verify = {mode!r}", f"one of {', '.join(VERIFY)} is needed")
+    image, mode = box.get("docker_image") or "", toml["metadata"].get("verify", "")
+    if not isinstance(image, str): toml.wrong(f"[environment] docker_image = {image!r}", "an image's name is needed")
+    if mode not in ("", *VERIFY): toml.wrong(f"[metadata] verify = {mode!r}", f"one of {', '.join(VERIFY)} is needed")
     if not image and not (path / "environment" / "Dockerfile").is_file():
         raise FileNotFoundError(f"task {path}: environment/Dockerfile is missing, and task.toml names no docker_image")
     env = sandbox.environment(path, base_images, image)
-    env = replace(env, workdir=box.get("workdir") or env.workdir, env=env.env | variables("environment"),
+    env = replace(env, workdir=box.get("workdir") or env.workdir, env=env.env | toml.variables("environment"),
                   internet=is_online and internet == "on",
-                  build_timeout_s=number("environment", "build_timeout_sec", 600))
-    limits = {"memory_mb": megabytes("memory", 2048), "cpus": number("environment", "cpus", 1),
-              "disk_mb": megabytes("storage", 10240)}
-    return Task(id, path, instruction, env, number("agent", "timeout_sec", 600), number("verifier", "timeout_sec", 600),
-                limits, str(toml.get("metadata", {}).get("category") or id), mode,
-                {s: str(toml.get(s, {}).get("user") or "") for s in ("agent", "verifier")},
-                {s: variables(s) for s in ("verifier", "solution")},
+                  build_timeout_s=toml.number("environment", "build_timeout_sec", 600))
+    limits = {"memory_mb": toml.megabytes("memory", 2048), "cpus": toml.number("environment", "cpus", 1),
+              "disk_mb": toml.megabytes("storage", 10240)}
+    return Task(id, path, instruction, env, toml.number("agent", "timeout_sec", 600),
+                toml.number("verifier", "timeout_sec", 600), limits, str(toml["metadata"].get("category") or id), mode,
+                {s: str(toml[s].get("user") or "") for s in ("agent", "verifier")},
+                {s: toml.variables(s) for s in ("verifier", "solution")},
                 tuple(a["source"] if isinstance(a, dict) else str(a) for a in toml.get("artifacts", [])))
 
 
@@ -190,6 +212,12 @@ CLEAN = """for d in /tests /solution /logs; do
 mkdir -p /logs/verifier; chmod 777 /logs/verifier"""
 
 
+def write_header(record: Path, job: Job, header: dict, temperature: float):
+    """The first line of a record, where no session writes it."""
+    header = header | {"id": job.id, "temperature": temperature, "started_s": time.time()}
+    record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
+
+
 class Runner:
     """What all rollouts of a run share. `proxy` may be None for oracle and nop."""
 
@@ -219,33 +247,30 @@ class Runner:
         seconds, session, mode = {}, None, ""
         header = {"task": job.task.id, "harness": job.harness, "model": self.model}
         try:
-            if job.harness in WITHOUT_MODEL:
-                header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
-                record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
-            else:
-                script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
-                session = self.proxy.open_session(job.id, record, header, temperature=self.temperature, script=script,
-                                                  **self.options)
-            found = {}
-            for mode in self.modes(job):
-                seconds.clear()
-                found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
-                if end["reward"] is not None and end["reward"] >= 1: break
-            if len(self.modes(job)) > 1:                        # the oracle looked for the strictest
-                is_found, file = (end["reward"] or 0) >= 1, job.task.mode_file(self.kind)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(mode if is_found else "strict")
-                if not is_found: mode, end = "strict", found["strict"]
+            with contextlib.ExitStack() as stack:
+                if job.harness in WITHOUT_MODEL: write_header(record, job, header, self.temperature)
+                else:
+                    script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
+                    session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
+                                                      script=script, **self.options)
+                    stack.callback(self.proxy.close_session, session)
+                modes, found = self.modes(job), {}
+                for mode in modes:
+                    seconds.clear()
+                    found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
+                    if end["reward"] is not None and end["reward"] >= 1: break
+                if len(modes) > 1:                              # the oracle looked for the strictest
+                    is_found, file = (end["reward"] or 0) >= 1, job.task.mode_file(self.kind)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(mode if is_found else "strict")
+                    if not is_found: mode, end = "strict", found["strict"]
         except Exception as e:
             if self.is_stopping.is_set(): raise             # the record stays without an end
             if session is None and job.harness not in WITHOUT_MODEL:        # no record yet
-                header |= {"id": job.id, "temperature": self.temperature, "started_s": time.time()}
-                record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
+                write_header(record, job, header, self.temperature)
             is_known = isinstance(e, (sandbox.SandboxError, OSError))
             end = {"outcome": "infra_error", "reward": None,
                    "detail": str(e) if is_known else traceback.format_exc(limit=-3)}
-        finally:
-            if session is not None: self.proxy.close_session(session)
         if (session is not None and not session.calls
                 and end["outcome"] in ("ok", "overlong", "harness_error", "timeout")):
             end |= {"outcome": "no_calls", "reward": None,
@@ -256,24 +281,27 @@ class Runner:
             f.write(json.dumps({"type": "end"} | end) + "\n")
         return tree.read(record)
 
+    def make(self, job: Job, stage: str, env=None, memory_mb=0, **kw):
+        """A sandbox, not started; memory_mb: on top of the task's limit."""
+        limits = job.task.limits | {"memory_mb": job.task.limits["memory_mb"] + memory_mb}
+        box = sandbox.SANDBOXES[self.kind](env or job.task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits,
+                                           **kw)
+        self.boxes.append(box)
+        if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
+        return box
+
     def agent_and_verify(self, job: Job, mode: str, session, log: Path, seconds: dict) -> dict:
         """-> outcome, reward, detail and what else the record's end tells; fills seconds by stage."""
         task, lap = job.task, time.perf_counter()
         harness = harnesses.load(job.harness) if session else None
 
-        def make(stage, env=task.env, memory_mb=0, **kw):   # memory_mb: on top of the task's limit
-            limits = task.limits | {"memory_mb": task.limits["memory_mb"] + memory_mb}
-            box = sandbox.SANDBOXES[self.kind](env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits, **kw)
-            self.boxes.append(box)
-            if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
-            return box
-
         def took(stage):
             nonlocal lap
             seconds[stage], lap = round(time.perf_counter() - lap, 4), time.perf_counter()
 
-        with make("agent", memory_mb=harness.memory_mb if harness else 0, runtimes=harness.mounts() if harness else {},
-                  socket=session.address if session else None) as box, contextlib.ExitStack() as stack:
+        with self.make(job, "agent", memory_mb=harness.memory_mb if harness else 0,
+                       runtimes=harness.mounts() if harness else {},
+                       socket=session.address if session else None) as box, contextlib.ExitStack() as stack:
             if mode != "history" and "git" not in self.off and task.path not in self.without_git:
                 if not box.squash(): self.without_git.add(task.path)
             if mode == "strict" and box.workdir == "/":
@@ -282,48 +310,20 @@ class Runner:
             took("start")
             stack.enter_context(self.turns)
             lap = time.perf_counter()
-            if job.harness == "oracle":
-                box.put(task.path / "solution", "/solution")
-                argv, env = ["bash", "/solution/solve.sh"], task.envs.get("solution", {})
-            elif job.harness == "nop": argv, env = ["true"], {}
-            else:
-                context_tokens = self.proxy.engine.model_config.max_model_len
-                argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction,
-                                                         "CONTEXT_TOKENS": str(context_tokens)}
-            # a harness that does not take its last no for an answer (some ask again for minutes) is ended, too
-            timer = threading.Timer(SPENT_S, box.kill)
-            timer.daemon = True
-            if session: session.when_spent = timer.start
-            result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log, user=task.users.get("agent", ""))
-            timer.cancel()
-            if timer.is_alive(): timer.join()
-            if session: self.proxy.end_session(session)
-            if session and self.proxy.engine.errored:
-                raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
-            outcome = ("timeout" if result.timed_out else "ok" if result.exit_code == 0 else
-                       "overlong" if harness and result.exit_code == harness.overlong_exit else "harness_error")
-            if session and outcome in ("ok", "harness_error"):  # some end with 0 after failing, or 1 after none
-                outcome = "harness_error" if session.refused else "ok" if session.has_final_answer() else outcome
-            if session and session.is_spent: outcome = "overlong"
+            result = self.run_agent(job, harness, session, box, log)
+            outcome, more = outcome_of(result, harness, session), {"exit_code": result.exit_code}
             took("agent")
             box.freeze()                                    # from here on nothing that the agent started runs
-            more = {"exit_code": result.exit_code}
             if "tamper" not in self.off and (paths := box.changed()):
                 more["tamper"] = {"num": len(paths), "paths": paths[:20]}
             for path in task.artifacts:
                 kept = log.with_suffix(".artifacts") / path.strip("/").replace("/", "-")
                 kept.parent.mkdir(exist_ok=True)
                 with contextlib.suppress(FileNotFoundError, ValueError): box.get(path, kept)
-            try: fresh = self.verifier(box, mode, make, stack, more)
+            try: fresh = self.verifier(job, box, mode, stack, more)
             except (FileNotFoundError, ValueError) as e:    # the agent's doing, so no infra_error
                 return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"} | more
-            fresh.put(task.path / "tests", "/tests")
-            if session: put_calls(fresh, session.calls, self.proxy.engine.get_tokenizer())
-            with open(log, "a") as f: f.write("\n=== verifier\n")
-            verdict = fresh.exec(["bash", "/tests/test.sh"], timeout_s=task.verifier_timeout_s, log=log,
-                                 env=task.envs.get("verifier"), user=task.users.get("verifier", ""))
-            reward, call_rewards, named, problem = read_reward(
-                fresh, verdict, session.num_started if session else 0, self.reward_weights)
+            reward, call_rewards, named, problem = self.run_tests(job, session, fresh, log)
             took("verify")
         if named: more["rewards"] = named
         if problem: return {"outcome": "verifier_error", "reward": None, "detail": problem} | more
@@ -334,16 +334,49 @@ class Runner:
         if outcome == "harness_error" and session and session.refused: detail += f", last answer {session.refused}"
         return {"outcome": outcome, "reward": reward, "call_rewards": call_rewards, "detail": detail} | more
 
-    def verifier(self, box, mode: str, make, stack, more: dict):
+    def run_agent(self, job: Job, harness, session, box, log: Path):
+        """The agent, to its end and that of its session -> sandbox.Result"""
+        task = job.task
+        if job.harness == "oracle":
+            box.put(task.path / "solution", "/solution")
+            argv, env = ["bash", "/solution/solve.sh"], task.envs.get("solution", {})
+        elif job.harness == "nop": argv, env = ["true"], {}
+        else:
+            context_tokens = self.proxy.engine.model_config.max_model_len
+            argv, env = harness.argv, harness.env | {"INSTRUCTION": task.instruction,
+                                                     "CONTEXT_TOKENS": str(context_tokens)}
+        # a harness that does not take its last no for an answer (some ask again for minutes) is ended, too
+        timer = threading.Timer(SPENT_S, box.kill)
+        timer.daemon = True
+        if session: session.when_spent = timer.start
+        try: result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log, user=task.users.get("agent", ""))
+        finally: timer.cancel()
+        if timer.is_alive(): timer.join()
+        if session: self.proxy.end_session(session)
+        if session and self.proxy.engine.errored:
+            raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
+        return result
+
+    def verifier(self, job: Job, box, mode: str, stack, more: dict):
         """-> the sandbox to verify in; the agent's is removed. FileNotFoundError, ValueError: nothing to verify."""
         if mode == "strict":
-            fresh = stack.enter_context(make("verify"))
+            fresh = stack.enter_context(self.make(job, "verify"))
             if left_out := box.carry(fresh.workdir, fresh, self.off): more["left_out"] = left_out[:20]
         else:
-            fresh = stack.enter_context(make("verify", stack.enter_context(box.snapshot())))
+            env = stack.enter_context(box.snapshot(is_last=True))
+            fresh = stack.enter_context(self.make(job, "verify", env))
             fresh.exec(["sh", "-c", CLEAN], user="root")
         box.stop()
         return fresh
+
+    def run_tests(self, job: Job, session, box, log: Path) -> tuple:
+        """Runs the task's tests -> what read_reward tells"""
+        box.put(job.task.path / "tests", "/tests")
+        if session: put_calls(box, session.calls, self.proxy.engine.get_tokenizer())
+        with open(log, "a") as f: f.write("\n=== verifier\n")
+        verdict = box.exec(["bash", "/tests/test.sh"], timeout_s=job.task.verifier_timeout_s, log=log,
+                           env=job.task.envs.get("verifier"), user=job.task.users.get("verifier", ""))
+        return read_reward(box, verdict, session.num_started if session else 0, self.reward_weights)
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
         """Rollouts of all jobs, in their order; a progress bar. Ctrl-C or a fault ends what runs, sandboxes first."""
@@ -366,6 +399,16 @@ class Runner:
             sandbox.reap(self.run_id)
             raise
         finally: pool.shutdown()
+
+
+def outcome_of(result, harness, session) -> str:
+    """ok, overlong, timeout or harness_error, of the agent alone; no session: an agent that needs no model."""
+    if session and session.is_spent: return "overlong"
+    if result.timed_out: return "timeout"
+    if harness and result.exit_code == harness.overlong_exit: return "overlong"
+    if session and session.refused: return "harness_error"                     # some end with 0 after failing
+    has_ended = result.exit_code == 0 or session and session.has_final_answer()     # or with 1 after a final answer
+    return "ok" if has_ended else "harness_error"
 
 
 def put_calls(box, calls: list, tokenizer):
@@ -545,7 +588,7 @@ def command(main, args):
     os._exit(status)                    # vLLM's threads may outlive the engine
 
 
-def weights(text: str) -> dict | None:
+def parse_reward_weights(text: str) -> dict | None:
     """a=1,b=0.5 -> {a: 1.0, b: 0.5}; None for nothing."""
     try: return {k: float(v) for k, v in (pair.split("=") for pair in text.split(","))} if text else None
     except ValueError: raise ValueError(f"--reward_weights {text}: NAME=WEIGHT,... is needed") from None
@@ -597,7 +640,7 @@ def parse(argv=None):
     if (args.engine == "scripted") != (args.script is not None): p.error("--engine scripted and --script go together")
     args.off = [name for name in args.off.split(",") if name]
     if set(args.off) - set(DEFENCES): p.error(f"--off {','.join(args.off)}: some of {', '.join(DEFENCES)}")
-    try: args.reward_weights = weights(args.reward_weights)
+    try: args.reward_weights = parse_reward_weights(args.reward_weights)
     except ValueError as e: p.error(str(e))
     if not args.prebuild and not (args.harness and args.out): p.error("--harness and --out are needed")
     if args.n < 1 or args.num_parallel < 1: p.error(f"--n {args.n} and --num_parallel {args.num_parallel}: at least 1")
@@ -667,19 +710,18 @@ def main(args):
     finally:
         if proxy is not None: proxy.close()
     status = 0
-    by_id = {task.id: task for task in tasks}
     for name in names:
-        mine = [r for r in rollouts if r.harness == name]
-        s = summary(mine)
+        mine = [(job, r) for job, r in zip(jobs, rollouts) if r.harness == name]
+        s = summary([r for _, r in mine])
         print(f"{name} in {kind}: {show(s)}")
-        modes = Counter(r.verify for r in mine)
+        modes = Counter(r.verify for _, r in mine)
         if set(modes) - {"strict", ""}: print(f"  verified {', '.join(f'{k}: {v}' for k, v in sorted(modes.items()))}")
-        wrong = [r for r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1
+        wrong = [(job, r) for job, r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1
                  or name == "nop" and r.reward > 0]
         if wrong and name in WITHOUT_MODEL: status = 1
-        width = max((len(r.task) for r in wrong), default=0)
-        for r in wrong[:None if name in WITHOUT_MODEL else 20]:
-            why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), Job(by_id[r.task], name)))
+        width = max((len(r.task) for _, r in wrong), default=0)
+        for job, r in wrong[:None if name in WITHOUT_MODEL else 20]:
+            why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), job))
             print(f"  {r.task:{width}}  {r.outcome:14} reward {r.reward}  {why}")
         (Path(args.out) / f"summary.{name}.json").write_text(json.dumps(s))
     return status

@@ -14,48 +14,37 @@ workspace that reaches the verifier without what would run there before the test
 a SandboxError; removal of all that a dead run left, whatever killed it; tasks of FROM, WORKDIR, COPY and ENV lines
 without an image build, alike on both.
 Not covered: kernel exploits; disk use between two looks, 2 s apart; a daemon that hangs instead of failing; side
-channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; remote Docker hosts (mounts are local paths);
-tests that themselves run the agent's code in their own process or under their own user.
+channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; tests that themselves run the agent's code in
+their own process or under their own user.
 Docker, further: an exec fails (126) while background processes fill the process limit; `kill()` ends them. `internet`:
-a bridge of the run's own without traffic between sandboxes; the host's ports can then be reached at its gateway.
+a bridge of the run's own without traffic between sandboxes; the host's ports can then be reached at its gateway. Where
+the containers' files cannot be looked at (by an ordinary user, on another machine, in containerd's store) the disk
+limit is what the daemon counts, and `changed` finds nothing, as is said once on stderr.
+Docker on another machine (a DOCKER_HOST that is no unix socket): runtimes go there once, as volumes, which `reap`
+removes when their folder here is another by then; the model's socket is carried over an exec's standard input and
+output (harnesses/relay.py): no network inside, as here, and no port to open on either side. An agent that ends all
+processes ends the relay, too.
 bubblewrap, further: no image is built; no CPU limit; memory is limited per process; processes run as an ordinary user,
 not root, on a read-only root (writable: the workdir, WRITABLE, folders given to `put`); background processes end with
 their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
 """
-import contextlib
-import dataclasses
-import fcntl
-import functools
-import hashlib
-import io
-import os
-import posixpath
-import re
-import resource
-import select
-import shlex
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tarfile
-import tempfile
-import threading
-import time
-import uuid
+import contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, os, posixpath, re, resource, select, shlex, \
+    shutil, signal, socket, subprocess, sys, tarfile, tempfile, threading, time, uuid
 from pathlib import Path
 
-import docker
-import requests
-import urllib3
+import docker, requests, urllib3
+
+import harnesses, workspace
+from harnesses import relay
 
 TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
 LOG_BYTES = 10 << 20    # output of an exec that its log file keeps
 GET_BYTES = 1 << 30     # largest archive that leaves a sandbox
+GET_FILES = 200_000     # most files and folders in one
 DISK_RESERVE_MB = 256   # of the host: less, and every sandbox fails
 OPEN_FILES = 4096       # a process
 SOCKET = "/run/model.sock"
+SCRATCH = ("/tmp", "/var/tmp", "/run", "/dev", "/proc", "/sys", "/opt/harness", "/solution", "/var/log", "/var/cache")
 
 
 class SandboxError(RuntimeError):
@@ -73,7 +62,7 @@ class Environment:
     build_timeout_s: float = 3600
     base_images: dict = dataclasses.field(default_factory=dict)   # image name in FROM -> local stand-in
     internet: bool = False              # a network of the run's own, Docker only
-    layers: dict = dataclasses.field(default_factory=dict)   # bubblewrap's snapshot: {inside: host folder}
+    heir_of: object = None              # bubblewrap: a frozen sandbox whose files the one that starts takes over
     task: str = ""                      # for messages
 
 
@@ -102,8 +91,7 @@ def environment(task_dir, base_images=None, docker_image=None):
     text = re.sub(r"(?m)^\s*#.*$", "", (folder / "Dockerfile").read_text())
     lines = [line.strip() for line in re.sub(r"\\[ \t]*\n\s*", " ", text).splitlines() if line.strip()]
     stages = [line for line in lines if re.match(r"(?i)FROM\s", line)]
-    if not stages:
-        raise ValueError(f"{folder}/Dockerfile has no FROM line")
+    if not stages: raise ValueError(f"{folder}/Dockerfile has no FROM line")
     needs_build = [line for line in lines if not PLAIN.fullmatch(line)] + stages[1:]
     if needs_build or (folder / ".dockerignore").exists():
         env.dockerfile, env.build_line = folder, (needs_build or [".dockerignore"])[0][:80]
@@ -133,8 +121,7 @@ def _copies(folder, words, workdir):
         for path in [host, *host.rglob("*")]:
             if not path.resolve().is_relative_to(root) or (path.is_symlink() and os.path.isabs(os.readlink(path))):
                 raise ValueError(f"{folder}/Dockerfile: COPY {source}: {path} leads out of the environment folder")
-        if not host.exists():
-            raise FileNotFoundError(f"{folder}/Dockerfile: COPY {source}: there is no {host}")
+        if not host.exists(): raise FileNotFoundError(f"{folder}/Dockerfile: COPY {source}: there is no {host}")
         copies.append((host, posixpath.join(inside, host.name) if is_folder and not host.is_dir() else inside))
     return copies
 
@@ -193,6 +180,10 @@ def reap(run_id=None):
                     containers.append(row["Id"])
                     with contextlib.suppress(docker.errors.APIError):   # gone, or in use for a moment
                         remove(row["Id"])
+        for row in [] if run_id else api.volumes(filters={"label": "harness_rl.folder"})["Volumes"] or []:
+            folder, maker = (row["Labels"][f"harness_rl.{key}"] for key in ("folder", "maker"))
+            if maker == _owner(os.getpid()).partition(".")[0] and row["Name"] != _volume_name(folder):
+                with contextlib.suppress(docker.errors.APIError): api.remove_volume(row["Name"])   # 409: it is in use
     return len(folders) + len(containers)
 
 
@@ -201,8 +192,7 @@ def choose(kind="auto"):
     assert kind in ("auto", *SANDBOXES), f"sandbox {kind!r} is unknown; choose auto, {', '.join(SANDBOXES)}"
     problems = []
     for name in SANDBOXES if kind == "auto" else [kind]:
-        if not (problem := SANDBOXES[name].problem()):
-            return name
+        if not (problem := SANDBOXES[name].problem()): return name
         problems.append(problem)
     raise SandboxError("; ".join(problems))
 
@@ -236,8 +226,7 @@ class Sandbox:
             assert Path(self.socket).is_socket(), f"{self.socket} is no unix socket; start the proxy first"
             os.chmod(self.socket, 0o666)   # the user inside is another one; on the host its folder guards the socket
         try:
-            with _faults(f"start {self.name}"):
-                self._start()
+            with _faults(f"start {self.name}"): self._start()
             self._put(self.env.copies)
             self.started_s = time.time()
         except BaseException:
@@ -253,17 +242,12 @@ class Sandbox:
             pause_s = 2
             while not ended.wait(max(0, min(pause_s, deadline - time.monotonic()))):
                 begin = time.monotonic()
-                if begin >= deadline:
-                    reason.append("time")
-                elif (self._host_mb() < DISK_RESERVE_MB
-                      or sum(map(_bytes, self._written().values())) > self.disk_mb << 20):
-                    reason.append("disk")
-                else:
-                    pause_s = max(2, 20 * (time.monotonic() - begin))
-                    continue
-                with contextlib.suppress(SandboxError):   # then the exec fails by itself
-                    self.kill()
-                return
+                if limit := self._exceeded(deadline):
+                    reason.append(limit)
+                    with contextlib.suppress(SandboxError):   # then the exec fails by itself
+                        self.kill()
+                    return
+                pause_s = max(2, 20 * (time.monotonic() - begin))
         watcher = threading.Thread(target=watch, daemon=True)
         with _faults(f"exec in {self.name}"):
             chunks, poll = self._run(list(argv), env or {}, cwd or self.workdir, user=user)
@@ -281,25 +265,35 @@ class Sandbox:
             return Result(137, reason == ["time"], output, reason == ["disk"])
         return Result(128 - code if code < 0 else code, False, output)
 
+    def _exceeded(self, deadline):
+        """The limit that is passed: time, disk or None."""
+        if time.monotonic() >= deadline: return "time"
+        if self._host_mb() < DISK_RESERVE_MB or self._used_bytes() > self.disk_mb << 20: return "disk"
+
     def _place(self):
         """A folder on the file system that the sandbox writes to; `_written`: where on it what inside folders hold."""
         return tempfile.gettempdir()
+
+    def _used_bytes(self):
+        return sum(map(_bytes, self._written().values()))
 
     def _host_mb(self):
         usage = os.statvfs(self._place())
         return usage.f_bavail * usage.f_frsize >> 20
 
     def changed(self):
-        """Files outside the workspace that were made, changed or (Docker) deleted since the start, but for SCRATCH."""
-        found = [os.path.join(inside, os.path.relpath(os.path.join(folder, name), host))
-                 for inside, host in self._written().items() for folder, _, names in os.walk(host) for name in names
-                 if os.lstat(os.path.join(folder, name)).st_ctime > self.started_s]
-        return sorted(path for path in found if not path.startswith(tuple(f"{p}/" for p in (*SCRATCH, self.workdir))))
+        """Files outside the workspace that were made, changed or (Docker) deleted since the start, but for SCRATCH: the
+        first GET_FILES of them."""
+        apart = tuple(f"{p}/" for p in (*SCRATCH, self.workdir))
+        found = (path for inside, host in self._written().items() for folder, _, names in os.walk(host)
+                 for name in names if os.lstat(file := os.path.join(folder, name)).st_ctime > self.started_s
+                 and not (path := os.path.join(inside, os.path.relpath(file, host))).startswith(apart))
+        return sorted(itertools.islice(found, GET_FILES))
 
     def squash(self):
         """Leave one commit of the history of each repository in the workspace: no remote, tag, stash, reflog or object
         that it does not reach. Returns their number."""
-        result = self.exec(["sh", "-c", SQUASH, self.workdir], timeout_s=600, user="root")
+        result = self.exec(["sh", "-c", workspace.SQUASH, self.workdir], timeout_s=600, user="root")
         if result.exit_code:
             raise SandboxError(f"{self.name}: git history could not be squashed; --off git leaves it as it is")
         return len(result.output.splitlines())
@@ -312,59 +306,29 @@ class Sandbox:
         """Copy a file to the path `host`, or a folder's contents into the folder `host`. Raises FileNotFoundError;
         ValueError for symbolic links, devices and more than GET_BYTES: they must not reach the host."""
         with _faults(f"get from {self.name}"), self._get(inside) as archive, tarfile.open(fileobj=archive) as tar:
-            for member in tar:
+            for member in _members(tar, f"{inside} in {self.name}"):
                 path = Path(host, *Path(member.name).parts[1:])   # the first is the name of `inside` itself
                 is_file = member.isreg() or member.islnk()        # a hard link: its content once more
-                if not (is_file or member.isdir()) or ".." in path.parts[len(Path(host).parts):]:
-                    raise ValueError(f"{inside} in {self.name} is not copied to the host: {member.name} is a link "
-                                     "or device")
+                if (not (is_file or member.isdir()) or ".." in path.parts[len(Path(host).parts):]
+                        or len(os.fsencode(path)) > 4000):
+                    raise ValueError(f"{inside} in {self.name} is not copied to the host: {member.name[:200]} is a "
+                                     "link or device, or too deep")
                 if is_file:
-                    with open(path, "wb") as file:
-                        shutil.copyfileobj(tar.extractfile(member), file)
+                    with open(path, "wb") as file: shutil.copyfileobj(tar.extractfile(member), file)
                     path.chmod(0o644 | member.mode & 0o111)
                 else:
                     path.mkdir(parents=True, exist_ok=True)
 
     def carry(self, inside, other, off=()):
         """Make a folder of another sandbox, fresh from the image, equal to this one's; nothing is unpacked on the host.
-        Raises as `get` does. Defences (`off`: names of those that are not wanted):
-        git    .git is the image's, not the agent's: its history, without hooks and settings that run commands
-        tools  what the image holds of PATH folders, virtual environments and node_modules stays; files that Python or
-               pytest would load unasked (AUTOLOADED, modules of the standard library's names at the top) are left out
-        links  ValueError for setuid files, devices, fifos and symbolic links out of `inside`, but for the image's and
-               those into SHARED
-        Returns the names that were left out and that are not the image's."""
-        top, keep, left_out, members = posixpath.basename(inside), ["-name", ""], [], []
-        keep += ["-o", "-name", ".git"] if "git" not in off else []
-        if "tools" not in off:
-            keep += [word for name in ("node_modules", *AUTOLOADED) for word in ("-o", "-name", name)]
+        Raises as `get` does, and for what workspace.py refuses; `off`: its defences that are not wanted. Returns the
+        names that were left out and that are not the image's."""
         with _faults(f"carry {inside} from {self.name}"), self._get(inside) as archive:
             tar = tarfile.open(fileobj=archive)
-            if not top or not tar.next().isdir():
+            if not posixpath.basename(inside) or not tar.next().isdir():
                 raise ValueError(f"{inside} in {self.name} is not carried over: it is no folder of its own")
-            result = other.exec(["sh", "-c", CLEAR, inside, "" if "tools" in off else "tools", *keep], user="root")
-            if result.exit_code or len(result.output) >= TAIL_BYTES:
-                raise SandboxError(f"carry {inside} to {other.name}: {result.output[-1000:]}")
-            found = result.output.split("\0")
-            kept = {name[2:] for name in found if name.startswith("./")}
-            links = dict(text[1:].split("\n", 1) for text in found if text.startswith("L"))
-            for member in tar.getmembers():
-                name = posixpath.relpath(member.name, top)
-                parts = name.split("/")
-                if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(len(parts))):
-                    continue
-                if "tools" not in off and "__pycache__" in parts:   # may hold another program than its source
-                    continue
-                if "tools" not in off and (AUTOLOADED.intersection(parts) or SHADOWING.fullmatch(name)):
-                    left_out.append(name)
-                    continue
-                is_image_s = member.issym() and links.get(name) == member.linkname
-                if "links" not in off and not is_image_s and (problem := _refused(member, inside)):
-                    raise ValueError(f"{name} in {self.name} is not carried over: {problem}")
-                members.append(member)
-            whole = {member.name for member in members}
-            if lost := [m.name for m in members if m.islnk() and m.linkname not in whole]:
-                raise ValueError(f"{lost[0]} in {self.name} is not carried over: a second name of a file left out")
+            kept, links = other._clear(inside, off)
+            members, left_out = workspace.choose(_members(tar, f"{inside} in {self.name}"), inside, kept, links, off)
             with tempfile.TemporaryFile() as chosen:
                 with tarfile.open(fileobj=chosen, mode="w") as new:
                     for member in members:
@@ -372,6 +336,16 @@ class Sandbox:
                 chosen.seek(0)
                 other._unpack(chosen, posixpath.dirname(inside))
         return left_out
+
+    def _clear(self, inside, off):
+        """Empty a folder but for what stays the image's -> (names of that, {name of a link there: where it leads})."""
+        words = ["sh", "-c", workspace.CLEAR, inside, "" if "tools" in off else "tools", *workspace.kept_by(off)]
+        result = self.exec(words, user="root")
+        if result.exit_code or len(result.output) >= TAIL_BYTES:
+            raise SandboxError(f"{inside} of {self.name} cannot be emptied: {result.output[-1000:]}")
+        found = result.output.split("\0")
+        return ({name[2:] for name in found if name.startswith("./")},
+                dict(text[1:].split("\n", 1) for text in found if text.startswith("L")))
 
     def _put(self, copies):
         with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
@@ -382,70 +356,7 @@ class Sandbox:
                     for path in paths or [host.resolve()]:
                         tar.add(path, inside.strip("/") + (f"/{path.name}" if paths else ""), filter=_anonymous)
             archive.seek(0)
-            if copies:
-                self._unpack(archive, "/")
-
-
-# Empties a folder ($0) but for what `find` matches ("$@"; with $1 PATH's folders and virtual environments, too), which
-# it prints, after L, path and target of the links that are there. Makes the verifier's folder, for any user.
-CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
-cd "$0" 2> /dev/null || exit 0
-find . -type l -printf 'L%P\n%l\0' 2> /dev/null
-is_deep=$1; shift
-[ -z "$is_deep" ] || {
-    IFS='
-'; for file in $(find . -mindepth 2 -name pyvenv.cfg); do set -- "$@" -o -path "${file%/*}"; done
-    IFS=:; for folder in $PATH; do case $folder in "$0"/?*) set -- "$@" -o -path ".${folder#"$0"}" ;; esac; done
-}
-find . -mindepth 1 \( "$@" \) -prune -print0 -o ! -type d -exec rm -f {} + || exit 1
-find . -mindepth 1 \( "$@" \) -prune -o -type d -print0 | sort -rz | xargs -0 rmdir 2> /dev/null
-exit 0"""
-AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py"}
-SHADOWING = re.compile(rf"({'|'.join(sys.stdlib_module_names)}|_?pytest|pluggy)(/__init__)?\.([\w-]+\.)?(py|pyc|so)")
-SCRATCH = ("/tmp", "/var/tmp", "/run", "/dev", "/proc", "/sys", "/opt/harness", "/solution", "/var/log", "/var/cache")
-SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: links there tell nothing new
-
-
-# Of all repositories below a folder ($0): one commit of what HEAD holds, the index and the files as they are. One in an
-# image without git is taken away: its objects could be read all the same. Prints a line for each.
-SQUASH = r"""cd "$0" 2> /dev/null || exit 0
-export HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_COUNT=3 GIT_CONFIG_KEY_0=safe.directory
-export GIT_CONFIG_VALUE_0='*' GIT_CONFIG_KEY_1=core.fsmonitor GIT_CONFIG_VALUE_1=false
-export GIT_CONFIG_KEY_2=core.hooksPath GIT_CONFIG_VALUE_2=/dev/null
-for who in AUTHOR COMMITTER; do
-    export GIT_${who}_NAME=task GIT_${who}_EMAIL=task@localhost GIT_${who}_DATE='2000-01-01T00:00:00Z'
-done
-IFS='
-'; for git in $(find . -xdev -name .git -prune); do (
-    echo "$git"
-    cd "${git%/*}" && [ -d .git ] && git rev-parse --git-dir > /dev/null 2>&1 || { rm -rf "${git##*/}"; exit; }
-    head=$(git symbolic-ref -q HEAD || echo refs/heads/main)
-    commit=$(git commit-tree -m start 'HEAD^{tree}')
-    for key in $(git config --local --name-only --list |
-                 grep -E '^(remote|branch|credential|http|url|include|submodule)'); do
-        git config --local --unset-all "$key"
-    done
-    (cd .git && rm -rf refs/* packed-refs logs *_HEAD modules worktrees shallow rebase-* sequencer lfs svn info/grafts \
-        objects/pack/*.keep objects/pack/*.promisor && mkdir -p refs/heads)
-    git symbolic-ref HEAD "$head" && { [ -z "$commit" ] || git update-ref "$head" "$commit"; }
-    git repack -adq && rm -rf .git/objects/info/alternates .git/objects/info/commit-graph* && git prune --expire=now
-    pruned=$?; chown -hR --reference=. .git; exit $pruned
-) < /dev/null 2> /dev/null || exit 1; done"""
-
-
-def _refused(member, inside):
-    """What is wrong with a member of a workspace's archive, None = nothing."""
-    if member.isdir() or member.islnk():
-        return None
-    if member.isreg():
-        return "it is setuid or setgid" if member.mode & 0o6000 else None
-    if not member.issym():
-        return "it is a device or fifo"
-    up = re.sub(r"^(\.\./?|\./)*", "", member.linkname)   # `..` further on may leave by another link
-    folder = posixpath.join(posixpath.dirname(inside), posixpath.dirname(member.name))
-    target = posixpath.normpath(posixpath.join(folder, member.linkname))
-    if ".." in up.split("/") or not f"{target}/".startswith(tuple(f"{folder}/" for folder in (inside, *SHARED))):
-        return f"it is a link out of the workspace, to {member.linkname}"
+            if copies: self._unpack(archive, "/")
 
 
 def _anonymous(member):
@@ -463,13 +374,11 @@ def _drain(chunks, log):
     tail, total = bytearray(), 0
     with open(log or os.devnull, "ab", buffering=0) as file:
         for chunk in chunks:
-            if total < LOG_BYTES:
-                file.write(chunk[:LOG_BYTES - total])
+            if total < LOG_BYTES: file.write(chunk[:LOG_BYTES - total])
             total += len(chunk)
             tail += chunk
             del tail[:-TAIL_BYTES]
-        if total > LOG_BYTES:
-            file.write(b"\n[%d bytes more]\n" % (total - LOG_BYTES))
+        if total > LOG_BYTES: file.write(b"\n[%d bytes more]\n" % (total - LOG_BYTES))
     return tail.decode(errors="replace")
 
 
@@ -484,6 +393,14 @@ def _spool(chunks, what):
     return file
 
 
+def _members(tar, what):
+    """The members of an archive that came out of a sandbox; ValueError past GET_FILES: each costs a kilobyte here."""
+    for number, member in enumerate(tar):
+        if number >= GET_FILES:
+            raise ValueError(f"{what} is not copied: more than {GET_FILES} files and folders")
+        yield member
+
+
 @contextlib.contextmanager
 def _faults(what):
     """The daemon's and the system's many exceptions -> SandboxError; a path that is missing stays one."""
@@ -491,7 +408,8 @@ def _faults(what):
         yield
     except FileNotFoundError:
         raise
-    except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+    except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError,
+            subprocess.SubprocessError, OSError) as error:
         raise SandboxError(f"{what}: {error}") from error
 
 
@@ -508,6 +426,11 @@ def _locked(name):
 
 
 @functools.cache
+def _say_once(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+@functools.cache
 def _client():
     return docker.from_env(timeout=300, max_pool_size=256)
 
@@ -517,8 +440,7 @@ def _remove_container(name):
     try:
         _client().api.remove_container(name, force=True, v=True)
     except docker.errors.APIError as error:
-        if error.status_code not in (404, 409):
-            raise
+        if error.status_code not in (404, 409): raise
 
 
 class Docker(Sandbox):
@@ -533,8 +455,12 @@ class Docker(Sandbox):
                     "DOCKER_HOST and your rights")
 
     def _start(self):
-        binds = [*self.runtimes.items(), *([(self.socket, SOCKET)] if self.socket else [])]
-        found = image(self.env)
+        found, self.relay = image(self.env), None
+        if _is_remote():
+            mounts = [(inside, _volume(folder, found["Id"]), "volume") for folder, inside in self.runtimes.items()]
+        else:
+            binds = [*self.runtimes.items(), *([(self.socket, SOCKET)] if self.socket else [])]
+            mounts = [(inside, str(Path(host).resolve()), "bind") for host, inside in binds]
         self.workdir = self.env.workdir or found["Config"]["WorkingDir"] or "/"
         self.container = f"harness-rl-{_safe(self.run_id)}-{_safe(self.name)[-80:]}-{uuid.uuid4().hex[:8]}"
         labels = {"harness_rl.run": _safe(self.run_id), "harness_rl.owner": _owner(os.getpid())}
@@ -548,20 +474,30 @@ class Docker(Sandbox):
             cap_drop=["ALL"], cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL"],
             security_opt=["no-new-privileges"], log_config={"type": "none"},
             **({"network": _bridge(self.run_id, labels)} if self.env.internet else {"network_mode": "none"}),
-            mounts=[docker.types.Mount(inside, str(Path(host).resolve()), "bind", True) for host, inside in binds],
+            mounts=[docker.types.Mount(*mount, read_only=True) for mount in mounts],
             ulimits=[docker.types.Ulimit(name=name, soft=most, hard=most)
                      for name, most in (("nofile", OPEN_FILES), ("core", 0), ("fsize", self.disk_mb << 20))],
             mem_limit=f"{self.memory_mb}m", memswap_limit=f"{self.memory_mb}m", nano_cpus=int(self.cpus * 1e9),
             pids_limit=self.pids, command=[])
         _client().api.start(self.container)
-        upper = Path((made.attrs["GraphDriver"]["Data"] or {}).get("UpperDir", "/nowhere"))
-        self.upper = upper if upper.is_dir() else None   # where its files lie, if the daemon's disk can be looked at
+        upper = ((made.attrs.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir", "")
+        self.upper = Path(upper) if os.path.isdir(upper) else None   # where its files lie, if we may look there
+        if not self.upper:
+            _say_once("warning: the files of Docker's containers cannot be looked at (that takes root on the daemon's "
+                      "machine, and overlay2): there is no record of tampering")
 
     def _place(self):
         return self.upper.parents[1] if self.upper else super()._place()
 
     def _written(self):
         return {"/": self.upper} if self.upper else {}
+
+    def _used_bytes(self):
+        if self.upper: return super()._used_bytes()
+        with contextlib.suppress(SandboxError), _faults("look"):   # what has failed shows elsewhere
+            rows = _client().api.containers(all=True, size=True, filters={"name": f"^/{self.container}$"})
+            return sum(row.get("SizeRw", 0) for row in rows)
+        return 0
 
     def _run(self, argv, env, cwd, user=""):
         api = _client().api
@@ -571,10 +507,10 @@ class Docker(Sandbox):
         try:
             exec_id = create()["Id"]
         except docker.errors.APIError as error:
-            if error.status_code != 409:
-                raise
+            if error.status_code != 409: raise
             self.kill()   # an agent can end process 1 (out of processes, then `kill -9 -1`): start again
             exec_id = create()["Id"]
+        if self.socket and _is_remote() and not (self.relay and self.relay.is_alive()): self._connect()
         # not exec_start, which drops output that arrives together with the answer's head
         response = api.post(f"{api.base_url}/v{api.api_version}/exec/{exec_id}/start",
                             json={"Detach": False, "Tty": False}, stream=True, timeout=None)
@@ -582,36 +518,60 @@ class Docker(Sandbox):
 
         def chunks():   # frames: stream number (4 bytes), length (4 bytes), data
             with response:
-                while head := response.raw.read(8):
-                    yield response.raw.read(int.from_bytes(head[4:], "big"))
+                while head := response.raw.read(8): yield response.raw.read(int.from_bytes(head[4:], "big"))
         return chunks(), lambda: api.exec_inspect(exec_id)["ExitCode"]
+
+    def _connect(self):
+        """To a sandbox on another machine: its end of the socket, carried over an exec's standard input and output."""
+        api = _client().api
+        exec_id = api.exec_create(self.container, RELAY, stdin=True, stderr=False, user="0", workdir="/")["Id"]
+        pipe = api.exec_start(exec_id, socket=True)   # keeps its response alive
+        wire = getattr(pipe, "_sock", pipe)
+        wire.settimeout(60)
+
+        def connect():
+            (model := socket.socket(socket.AF_UNIX)).connect(str(self.socket))
+            return model
+
+        def carry():
+            frames.run()
+            pipe.close()
+        frames = relay.over_exec(wire, connect)
+        frames.send(0)
+        if (answer := frames.read(8)) != bytes(8):
+            raise SandboxError(f"{self.name}: relay.py does not start ({answer}); it needs the runtimes python and "
+                               "code, which all harnesses have")
+        wire.settimeout(None)
+        self.relay = threading.Thread(target=carry, daemon=True)
+        self.relay.start()
 
     def kill(self):
         """End every process, keep the files. A restart, since a second exec would fail at the process limit."""
-        with _faults(f"kill {self.name}"):
-            _client().api.restart(self.container, timeout=0)
+        self.relay = None
+        with _faults(f"kill {self.name}"): _client().api.restart(self.container, timeout=0)
 
     def freeze(self):
         """End every process for good: files can be read, nothing runs any more."""
-        with _faults(f"freeze {self.name}"), contextlib.suppress(docker.errors.APIError):   # 409: it does not run
-            _client().api.kill(self.container)
+        with _faults(f"freeze {self.name}"):
+            try: _client().api.kill(self.container)
+            except docker.errors.APIError as error:
+                if error.status_code != 409: raise   # 409: it does not run
 
     @contextlib.contextmanager
-    def snapshot(self):
-        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block."""
+    def snapshot(self, is_last=False):
+        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block.
+        is_last: this sandbox is frozen, and one other starts; bubblewrap then hands the files over and copies none."""
         with _faults(f"snapshot of {self.name}"):   # the image has the container's labels
             made = _client().api.commit(self.container, "harness-rl/snapshot", uuid.uuid4().hex)["Id"]
         try:
             yield dataclasses.replace(self.env, base=made, dockerfile=None, copies=[])
         finally:
-            with contextlib.suppress(docker.errors.APIError):
-                _client().api.remove_image(made, force=True)
+            with contextlib.suppress(docker.errors.APIError): _client().api.remove_image(made, force=True)
 
     def stop(self):
         """Remove the container with all that it holds; may be called twice, and from another thread than exec."""
         if self.container:
-            with _faults(f"stop {self.name}"):
-                _remove_container(self.container)
+            with _faults(f"stop {self.name}"): _remove_container(self.container)
 
     def _unpack(self, archive, parent):
         _client().api.put_archive(self.container, parent, archive)
@@ -620,8 +580,47 @@ class Docker(Sandbox):
         try:
             chunks, _ = _client().api.get_archive(self.container, inside)
         except docker.errors.NotFound as error:
+            _client().api.inspect_container(self.container)   # where all of it is gone, that is a fault of ours
             raise FileNotFoundError(f"{inside} is not there in {self.name}") from error
         return _spool(chunks, f"{inside} in {self.name}")
+
+
+RELAY = [*harnesses.PYTHON, f"{harnesses.PATHS['code']}/relay.py", SOCKET]
+
+
+def _is_remote():
+    """Does the daemon see other files than we do? It does when it is not reached by a unix socket."""
+    return not _client().api.base_url.startswith("http+docker://local")
+
+
+def _volume_name(folder):
+    """Names, sizes and times of a folder's files make it; Python's caches come and go."""
+    seen = [(str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for path in sorted(Path(folder).rglob("*"))
+            if path.suffix != ".pyc" and not path.is_dir() and (stat := path.lstat())]
+    return f"harness-rl-{_safe(Path(folder).name)}-{hashlib.sha256(repr(seen).encode()).hexdigest()[:16]}"
+
+
+def _volume(folder, image_id, known={}):
+    """The name of a volume on the daemon's machine that holds a folder's content, filled once (by a container of any
+    image, which never runs)."""
+    if folder in known: return known[folder]
+    name, owner = _volume_name(folder), _owner(os.getpid())
+    labels = {"harness_rl.folder": str(folder), "harness_rl.maker": owner.partition(".")[0]}
+    with _locked(name):
+        filler = _client().containers.create(
+            image_id, ["true"], mounts=[docker.types.Mount("/fill", name, "volume", labels=labels)],
+            network_mode="none", labels={"harness_rl.run": "volume", "harness_rl.owner": owner})
+        try:
+            try: _client().api.get_archive(filler.id, "/fill/.whole")
+            except docker.errors.NotFound:
+                with tempfile.TemporaryFile() as archive:
+                    with tarfile.open(fileobj=archive, mode="w") as tar:
+                        tar.add(folder, ".", filter=_anonymous)
+                        tar.addfile(_anonymous(tarfile.TarInfo(".whole")))   # last: without it, it is filled again
+                    archive.seek(0)
+                    _client().api.put_archive(filler.id, "/fill", archive)
+        finally: _remove_container(filler.id)
+    return known.setdefault(folder, name)
 
 
 def _bridge(run_id, labels):
@@ -638,8 +637,7 @@ def image(env):
     """The image to start from (what `docker image inspect` says): local, else built or pulled, once."""
     name, context = _context(env) if env.dockerfile else (env.base, None)
     with _locked(name):
-        with contextlib.suppress(docker.errors.ImageNotFound):
-            return _client().api.inspect_image(name)
+        with contextlib.suppress(docker.errors.ImageNotFound): return _client().api.inspect_image(name)
         begin = time.monotonic()
         print(f"task {env.task}: {'building' if context else 'pulling'} image {name[:40]}", file=sys.stderr, flush=True)
         try:
@@ -693,7 +691,7 @@ def _bytes(folder):
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
+                total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)   # empty ones fill the disk, too
                 total += _bytes(entry.path) if entry.is_dir(follow_symlinks=False) else 0
     return total
 
@@ -703,14 +701,12 @@ def _remove_folder(folder):
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
     for _ in range(40):   # what runs inside may still write for the moment that it takes to die
         shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.lexists(folder):
-            break
+        if not os.path.lexists(folder): break
         time.sleep(0.05)
 
 
-def _copy(source, target):
-    """A folder with all that is in it; links are copied, not followed."""
-    subprocess.run(["cp", "-a", "--reflink=auto", f"{source}/.", target], check=True)
+def _make_folder(run_id):
+    return Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(run_id)}_{_owner(os.getpid())}_"))
 
 
 def _folders(copies):
@@ -734,26 +730,19 @@ class Bubblewrap(Sandbox):
             return f"bubblewrap does not run ({result.output.strip()}): allow user namespaces, or run as root"
 
     def _start(self):
-        task, base = f"task {self.env.task}:", self.env.base
-        if self.env.internet:
-            raise SandboxError(f"{task} bubblewrap has no network of its own to give; use --sandbox docker")
-        if self.env.dockerfile:
-            raise SandboxError(f"{task} bubblewrap builds no image, and its Dockerfile needs one "
-                               f"({self.env.build_line}); use --sandbox docker")
-        if not os.path.isabs(base) and base.partition(":")[0] not in ("host", "debian", "ubuntu", "harness-rl/base"):
-            raise SandboxError(f"{task} bubblewrap has no image {base}; name a root folder or this machine's own /usr "
-                               f"(--base_image {base}=FOLDER or {base}=host), or use --sandbox docker")
+        base, other = self.env.base, self.env.heir_of
         self.root, self.workdir = Path(base if os.path.isabs(base) else "/"), self.env.workdir or "/root"
         self.mounts, self.running, self.lock, self.bwrap = {}, [], threading.Lock(), shutil.which("bwrap")
-        if not self.bwrap:
-            raise SandboxError("bwrap is missing: apt-get install bubblewrap")
-        self.folder = Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(self.run_id)}_{_owner(os.getpid())}_"))
+        if other:
+            with other.lock: self.folder, other.folder = other.folder, None
+            if not self.folder: raise SandboxError(f"{other.name} is stopped")
+            self.uid, self.mounts = other.uid, dict(other.mounts)
+            return
+        self._refuse(f"task {self.env.task}:", base)
+        self.folder = _make_folder(self.run_id)
         # as root: a user id that is unique while the folder lives
         self.uid = os.geteuid() or (1 << 30) + self.folder.stat().st_ino % (1 << 30)
-        self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies), *self.env.layers])
-        for inside, layer in self.env.layers.items():
-            _copy(layer, self.mounts[inside])
-            subprocess.run(["chown", "-hR", f"{self.uid}:{self.uid}", self.mounts[inside]], check=True)
+        self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies)])
         for name, text in {"passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{self.uid}:{self.uid}::/root:/bin/bash\n",
                            "group": f"root:x:0:\nagent:x:{self.uid}:\n", "hosts": "127.0.0.1 localhost sandbox\n",
                            "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n"}.items():
@@ -762,14 +751,24 @@ class Bubblewrap(Sandbox):
             path.write_text(text)
             path.chmod(0o644)
         if self.workdir not in self.mounts:   # it lies in one of them
-            for _ in self._run(["mkdir", "-p", self.workdir], {}, "/")[0]:
-                pass
+            for _ in self._run(["mkdir", "-p", self.workdir], {}, "/")[0]: pass
+
+    def _refuse(self, task, base):
+        """SandboxError where only Docker will do, or where bubblewrap is not there."""
+        if self.env.internet:
+            raise SandboxError(f"{task} bubblewrap has no network of its own to give; use --sandbox docker")
+        if self.env.dockerfile:
+            raise SandboxError(f"{task} bubblewrap builds no image, and its Dockerfile needs one "
+                               f"({self.env.build_line}); use --sandbox docker")
+        if not os.path.isabs(base) and base.partition(":")[0] not in ("host", "debian", "ubuntu", "harness-rl/base"):
+            raise SandboxError(f"{task} bubblewrap has no image {base}; name a root folder or this machine's own /usr "
+                               f"(--base_image {base}=FOLDER or {base}=host), or use --sandbox docker")
+        if not self.bwrap: raise SandboxError("bwrap is missing: apt-get install bubblewrap")
 
     def _mount(self, folders):
         """Give each folder one on the host that outlives an exec, unless a folder above has it already."""
         for inside in sorted(folders):
-            if any(f"{inside}/".startswith(f"{m}/") for m in self.mounts):
-                continue
+            if any(f"{inside}/".startswith(f"{m}/") for m in self.mounts): continue
             # a mount point inside a writable folder could be moved away between two execs
             taken = [f"{path}/" for path in (*FIXED, *self.runtimes.values(), *self.mounts)]
             if inside == "/" or any(f"{inside}/".startswith(t) or t.startswith(f"{inside}/") for t in taken):
@@ -809,8 +808,7 @@ class Bubblewrap(Sandbox):
 
     def _run(self, argv, env, cwd, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, user=""):
         with self.lock:   # nothing starts once stop() has run
-            if not self.folder:
-                raise SandboxError(f"{self.name} is stopped")
+            if not self.folder: raise SandboxError(f"{self.name} is stopped")
             process = subprocess.Popen(self._bwrap(cwd, DEFAULTS | self.env.env | env) + argv, env={}, stdin=stdin,
                                        stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
             self.running = [p for p in self.running if p.poll() is None] + [process]
@@ -820,17 +818,16 @@ class Bubblewrap(Sandbox):
                 (wait := select.poll()).register(pipe)
                 while process.poll() is None or wait.poll(200):
                     if wait.poll(200):
-                        if not (chunk := os.read(pipe.fileno(), 1 << 16)):
-                            return
+                        if not (chunk := os.read(pipe.fileno(), 1 << 16)): return
                         yield chunk
                 # bwrap was killed while it set up: its child, which holds the pipe, would wait for it for ever
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError): os.killpg(process.pid, signal.SIGKILL)
         return chunks(), process.poll
 
     def kill(self):
-        """End every process, keep the files: with bwrap's child its pid namespace ends. Not bwrap alone: killed while it
-        starts it would leave a child that waits for ever, or runs the command."""
+        """End every process, keep the files: with bwrap's child its pid namespace ends. Not bwrap alone: killed while
+        it starts it would leave a child that waits for ever, or runs the command."""
+        children, deadline = [], time.monotonic() + 10
         for process in self.running:
             pid = process.pid
             if process.poll() is None:
@@ -838,7 +835,10 @@ class Bubblewrap(Sandbox):
                     os.kill(pid, signal.SIGSTOP)   # it makes no more children
                     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                         os.kill(int(child), signal.SIGKILL)
+                        children.append(child)
                 process.kill()
+        while any(map(_start_ticks, children)) and time.monotonic() < deadline:   # dead once all in its namespace are
+            time.sleep(0.002)
 
     def freeze(self):
         """End every process: what was started has ended with its exec."""
@@ -848,25 +848,26 @@ class Bubblewrap(Sandbox):
         return self.mounts
 
     @contextlib.contextmanager
-    def snapshot(self):
-        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block."""
-        folder = Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(self.run_id)}_{_owner(os.getpid())}_"))
+    def snapshot(self, is_last=False):
+        """As Docker's."""
+        if is_last:
+            yield dataclasses.replace(self.env, copies=[], heir_of=self)
+            return
+        folder = _make_folder(self.run_id)
         try:
-            layers = {inside: folder / host.name for inside, host in self.mounts.items()}
-            for inside, layer in layers.items():
-                _copy(self.mounts[inside], layer)
-            yield dataclasses.replace(self.env, copies=[], layers=layers)
+            with _faults(f"snapshot of {self.name}"):
+                subprocess.run(["cp", "-a", "--reflink=auto", *self.mounts.values(), folder], check=True)
+            copies = [(folder / host.name, inside) for inside, host in self.mounts.items()]
+            yield dataclasses.replace(self.env, copies=copies, heir_of=None)
         finally:
             _remove_folder(folder)
 
     def stop(self):
         """Remove the folder with all that it holds; may be called twice, and from another thread than exec."""
         if self.folder:
-            with self.lock:
-                folder, self.folder = self.folder, None
+            with self.lock: folder, self.folder = self.folder, None
             self.kill()
-            for process in self.running:
-                process.wait()
+            for process in self.running: process.wait()
             _remove_folder(folder)
 
     def _put(self, copies):
@@ -877,18 +878,17 @@ class Bubblewrap(Sandbox):
         """(exit code, output) of tar, run inside as the user there: a link made there leads nowhere on the host."""
         chunks, poll = self._run(["tar", *words], {}, "/", **pipes)
         output = _spool(chunks, f"{inside} in {self.name}")
-        while (code := poll()) is None:
-            time.sleep(0.001)
+        while (code := poll()) is None: time.sleep(0.001)
         return code, output
 
     def _unpack(self, archive, parent):
-        code, output = self._tar(parent, ["-x", "--no-overwrite-dir", "-C", parent], stdin=archive)
-        if code:
-            raise SandboxError(f"put into {self.name}: {output.read(1000).decode(errors='replace')}")
+        code, output = self._tar(parent, ["-xp", "--no-overwrite-dir", "-C", parent], stdin=archive)
+        if code: raise SandboxError(f"put into {self.name}: {output.read(1000).decode(errors='replace')}")
 
     def _get(self, inside):
         parent, name = posixpath.split(inside.rstrip("/"))
         code, archive = self._tar(inside, ["-c", "-C", parent, "--", name], stderr=subprocess.DEVNULL)
+        if code not in (0, 1, 2): raise SandboxError(f"get {inside} from {self.name}: tar was killed ({code})")
         if not archive.read(tarfile.BLOCKSIZE).strip(b"\0"):
             raise FileNotFoundError(f"{inside} is not there in {self.name}")
         if code > 1:   # 1: a file changed while it was read

@@ -149,7 +149,7 @@ def check(cfg: Config):
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",
                  "eval_n", "max_model_len", "keep_saved"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
-    rollout.weights(cfg.reward_weights)
+    rollout.parse_reward_weights(cfg.reward_weights)
     assert set(cfg.off.split(",")) <= {"", *rollout.DEFENCES}, f"--off {cfg.off}: some of {', '.join(rollout.DEFENCES)}"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
     assert 0 < cfg.priority_floor <= 1, f"--priority_floor {cfg.priority_floor}: above 0, at most 1"
@@ -738,7 +738,7 @@ def main(cfg: Config):
         def run():
             runner = rollout.Runner(scripted or engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
                                     verify=cfg.verify, off=[x for x in cfg.off.split(",") if x],
-                                    reward_weights=rollout.weights(cfg.reward_weights),
+                                    reward_weights=rollout.parse_reward_weights(cfg.reward_weights),
                                     num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
                                     max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
             known = [recorded(rollout.record_path(source, job)) for job in mine]

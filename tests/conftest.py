@@ -1,7 +1,11 @@
 """What the tests of the model's side share: a tiny random model, engines over it, clients, tasks. All of it real."""
 import contextlib
 import os
+import shutil
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,6 +143,44 @@ def bubblewrap():
 @pytest.fixture(scope="session")
 def docker():
     return runs("docker")
+
+
+@pytest.fixture(scope="session")
+def far_daemon(docker, tmp_path_factory):
+    """-> the environment in which Docker is on another machine: a second daemon, reached by TLS, which does not see our
+    temporary files and runtimes, as we do not see its files."""
+    if os.geteuid() or not shutil.which("dockerd"): pytest.skip("needs root and dockerd")
+    folder, cache = tmp_path_factory.mktemp("far"), Path.home() / ".cache"
+    with socket.create_server(("127.0.0.1", 0)) as free: port = free.getsockname()[1]
+    keys = """openssl req -x509 -newkey rsa:2048 -nodes -keyout ca-key.pem -out ca.pem -subj /CN=ca -days 2
+        for name in cert server; do
+            openssl req -newkey rsa:2048 -nodes -keyout $name-key.pem -out $name.csr -subj /CN=127.0.0.1
+            echo 'subjectAltName=IP:127.0.0.1' > ext
+            openssl x509 -req -in $name.csr -CA ca.pem -CAkey ca-key.pem -out $name.pem -days 2 -extfile ext
+        done; cp cert-key.pem key.pem"""
+    subprocess.run(["sh", "-ec", keys], cwd=folder, check=True, capture_output=True)
+    start = f"""mkdir -p {cache}; cp -r {folder} /run/hrl-far; mount -t tmpfs x /tmp; mount -t tmpfs x {cache}
+        cp -r /run/hrl-far /tmp/keys; rm -r /run/hrl-far; cd /tmp/keys
+        exec dockerd --data-root /tmp/data --exec-root /tmp/exec --pidfile /tmp/pid --bridge none --iptables=false \
+        --host tcp://127.0.0.1:{port} --tlsverify --tlscacert ca.pem --tlscert server.pem --tlskey server-key.pem"""
+    # REQUESTS_CA_BUNDLE, where it is set, would take the place of the daemon's own authority
+    env = {"DOCKER_HOST": f"tcp://127.0.0.1:{port}", "DOCKER_TLS_VERIFY": "1", "DOCKER_CERT_PATH": str(folder),
+           "REQUESTS_CA_BUNDLE": str(folder / "ca.pem")}
+    with open(folder / "log", "w") as log:
+        daemon = subprocess.Popen(["unshare", "-m", "sh", "-ec", start], stdout=log, stderr=log)
+    try:
+        for _ in range(120):
+            is_up = subprocess.run(["docker", "version"], env=os.environ | env, capture_output=True).returncode == 0
+            if is_up: break
+            time.sleep(0.5)
+        assert is_up, (folder / "log").read_text()[-2000:]
+        image = subprocess.Popen(["docker", "save", "harness-rl/base"], stdout=subprocess.PIPE)
+        subprocess.run(["docker", "load", "-q"], stdin=image.stdout, env=os.environ | env, check=True)
+        assert image.wait() == 0
+        yield env
+    finally:
+        daemon.terminate()
+        daemon.wait(60)
 
 
 def make_task(folder: Path, instruction="Do it.", solution="true", test="echo 1 > /logs/verifier/reward.txt", toml="",

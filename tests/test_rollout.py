@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,6 +103,18 @@ def run(tmp_path, bubblewrap):
         job = Job(load_task(folder, folder.name, {}), "oracle" if proxy is None else "bash", script=script)
         return Runner(proxy, bubblewrap, "test-outcome", verify="strict").run(job, tmp_path)
     return run
+
+
+def test_outcome_of():
+    """Would catch an outcome that goes by the exit status where the session knows better, or a wrong order of them."""
+    def outcome(code=0, timed_out=False, overlong_exit=None, spent=False, refused="", final=False, session=True):
+        told = SimpleNamespace(is_spent=spent, refused=refused, has_final_answer=lambda: final)
+        return rollout.outcome_of(sandbox.Result(code, timed_out, ""), SimpleNamespace(overlong_exit=overlong_exit),
+                                  told if session else None)
+    assert [outcome(), outcome(session=False), outcome(1, final=True)] == ["ok"] * 3
+    assert [outcome(1), outcome(0, refused="500"), outcome(1, refused="500", final=True)] == ["harness_error"] * 3
+    assert [outcome(4, overlong_exit=4, refused="403"), outcome(137, True, spent=True)] == ["overlong"] * 2
+    assert outcome(137, True, overlong_exit=137) == outcome(137, True, final=True) == "timeout"
 
 
 def test_harness_error(run):
@@ -206,6 +220,30 @@ def test_out_of_turns(run, scripted):
     """Would catch a rollout without a final answer that is rewarded: the policy would learn never to stop."""
     done = run(scripted, ("true",) * 9)
     assert (done.outcome, done.reward) == ("overlong", 0) and len(done.calls) == 3
+
+
+def test_a_session_that_does_not_end_is_an_infra_error(scripted, bubblewrap, tmp_path):
+    """Would catch an engine that answers too late when one rollout's session is closed, and that ends the whole run."""
+    class Slow:                                         # the proxy, but for its answer to one session's end
+        def __getattr__(self, name): return getattr(scripted, name)
+        def close_session(self, session):
+            scripted.close_session(session)
+            if ".1" in str(session.id): raise TimeoutError("the engine did not answer close_session in 10 s")
+    task = load_task(make_task(tmp_path / "t"), "t", {})
+    jobs = [Job(task, "bash", i, script=("true", "DONE")) for i in range(2)]
+    done = Runner(Slow(), bubblewrap, "test-slow").run_all(jobs, tmp_path / "out", "", quiet=True)
+    assert [(r.outcome, r.reward) for r in done] == [("ok", 1), ("infra_error", None)], done
+    assert "did not answer" in done[1].detail
+
+
+def test_a_task_is_hashed_once(bubblewrap, tmp_path, monkeypatch):
+    """Would catch every rollout reading the whole of its task's folder, once or twice."""
+    task, num = load_task(make_task(tmp_path / "t"), "t", {}), Counter()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: num.update([path.name]) or read(path))
+    done = Runner(None, bubblewrap, "test-hash").run_all([Job(task, "nop", i) for i in range(3)], tmp_path / "out", "",
+                                                        quiet=True)
+    assert len(done) == 3 and num["here.txt"] <= 2, num     # threads that begin together may both read it
 
 
 def test_infra_error(run):
@@ -329,7 +367,7 @@ def test_the_oracle_finds_the_mode(tmp_path, request, monkeypatch, where):
         assert ("tamper" in done.more) == (mode == "compat")
         assert runner.run(Job(task, "nop"), tmp_path).verify == mode
     (tmp_path / "compat/instruction.md").write_text("Another task.")
-    assert runner.run(Job(tasks["compat"], "nop"), tmp_path).verify == "strict"
+    assert runner.run(Job(load_task(tmp_path / "compat", "compat", BASE), "nop"), tmp_path).verify == "strict"
     assert not remains("test-modes")
 
 
@@ -375,39 +413,102 @@ def test_sandboxes_wait_for_their_turn(bubblewrap, tmp_path):
 
 # ---- faults ----
 
-@pytest.mark.parametrize("num, where", [(34, "bubblewrap")] + [
-    pytest.param(250, kind, marks=pytest.mark.slow) for kind in ("bubblewrap", "docker")])
-def test_random_kills(scripted, tmp_path, request, num, where):
-    """Would catch a rollout that hangs, has no outcome, or the wrong reward after a kill of its harness or container,
-    and a sandbox that is left."""
-    kind, draw, stop = request.getfixturevalue(where), random.Random(num), threading.Event()
-    folder = make_task(tmp_path / "t", toml="[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 60",
-                       test=f"sleep 0.1; [ -e right ]; echo $((1 - $?)) {REWARD}")
-    task = load_task(folder, "t", BASE)
-    runner = Runner(scripted, kind, f"test-kills-{num}", model="tiny", num_parallel=8)
-    killed = Counter()
+class Killer(Runner):
+    """Of most agents and verifiers something is killed while they run: what they run, or the sandbox under it."""
+    def __init__(self, *args, seed, **options):
+        super().__init__(*args, **options)
+        self.draw, self.hits, self.killers = random.Random(seed), Counter(), []
 
-    def kill():
-        while not stop.wait(draw.uniform(0, 0.4)):
-            box = draw.choice(runner.boxes[-12:] or [None])
-            with contextlib.suppress(AttributeError, OSError, sandbox.SandboxError, APIError):
-                if draw.random() < 0.5: box.kill()                  # the harness or the tests, with all they started
-                elif where == "docker": sandbox._client().api.remove_container(box.container, force=True)
-                else: draw.choice(box.running).kill()               # the sandbox, not what runs in it
-                killed[box.name] += 1
-    killer = threading.Thread(target=kill)
-    killer.start()
-    jobs = [Job(task, "bash", i, script=("touch right" if i % 2 else "touch wrong", "DONE")) for i in range(num)]
+    def run_agent(self, job, harness, session, box, log):
+        self.aim(box)
+        return super().run_agent(job, harness, session, box, log)
+
+    def run_tests(self, job, session, box, log):
+        self.aim(box)
+        return super().run_tests(job, session, box, log)
+
+    def aim(self, box):
+        if self.draw.random() < 0.4: return
+        how, after_s = self.draw.choice(["processes", "sandbox", "removed"]), self.draw.uniform(0, 1.5)
+        hit = self.hit_container if self.kind == "docker" else self.hit_bwrap
+        self.killers.append(threading.Timer(after_s, lambda: hit(box, how)))
+        self.killers[-1].start()
+
+    def hit_container(self, box, how):
+        api, label = sandbox._client().api, f"harness_rl.run={self.run_id}"
+        with contextlib.suppress(APIError, ProcessLookupError):         # its stage has ended
+            (row,) = api.containers(filters={"label": label, "name": box.container})
+            if how == "processes":      # all but process 1 and its sleep, by their ids on this machine
+                for pid in [int(line[1]) for line in api.top(row["Id"])["Processes"] if "sleep 86400" not in line[-1]]:
+                    os.kill(pid, signal.SIGKILL)
+                    self.hits[box.name] += 1
+            elif how == "sandbox": api.kill(row["Id"])
+            else: api.remove_container(row["Id"], force=True)
+            self.hits[box.name] += 1
+
+    def hit_bwrap(self, box, how):
+        alive = [process for process in box.running if process.poll() is None]
+        with contextlib.suppress(OSError, sandbox.SandboxError):
+            if how == "processes": box.kill()
+            elif how == "sandbox" and alive: self.draw.choice(alive).kill()
+            elif how == "removed":
+                self.hits[box.name] += box.folder is not None           # also between two commands
+                box.stop()
+            self.hits[box.name] += bool(alive)
+
+
+@pytest.mark.parametrize("num, where", [(34, "bubblewrap"), *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in ((250, "bubblewrap"), (50, "docker")))])
+def test_random_kills(scripted, tmp_path, request, num, where):
+    """Would catch a rollout that hangs, has no outcome, or the wrong reward after a kill of its harness, container or
+    verifier, and a sandbox that is left."""
+    folder = make_task(tmp_path / "t", toml="[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 60",
+                       test=f"sleep 0.5; [ -e right ]; echo $((1 - $?)) {REWARD}")
+    task = load_task(folder, "t", BASE)
+    runner = Killer(scripted, request.getfixturevalue(where), f"test-kills-{num}", model="tiny", seed=num)
+    jobs = [Job(task, "bash", i, script=(f"sleep 0.5; touch {'right' if i % 2 else 'wrong'}", "DONE"))
+            for i in range(num)]
+    started = time.monotonic()
     try: done = runner.run_all(jobs, tmp_path / "out", "", quiet=True)
     finally:
-        stop.set()
-        killer.join()
-    assert len(done) == num and killed
+        for killer in runner.killers: killer.cancel()
+        for killer in runner.killers: killer.join()
+    hit = {job.sample for job in jobs if runner.hits[f"{job.id}.agent"] + runner.hits[f"{job.id}.verify"]}
+    print(f"{where}: {num} rollouts in {time.monotonic() - started:.0f} s, {len(hit)} hit: "
+          f"{dict(Counter(r.outcome for r in done))}")
+    assert len(done) == num and len(hit) > num / 4
     assert {r.outcome for r in done} <= {"ok", "harness_error", "verifier_error", "infra_error", "no_calls"}
     for job, r in zip(jobs, done):
-        is_hit = killed[f"{job.id}.agent"] + killed[f"{job.id}.verify"]
         right = job.sample % 2
-        assert r.reward in ((0, right, None) if is_hit else (right,)) and (is_hit or r.outcome == "ok"), r
+        if job.sample in hit: assert r.reward in (0, right, None) and "carried over" not in r.detail, r
+        else: assert (r.outcome, r.reward) == ("ok", right), r
+    assert not sandbox.reap(runner.run_id) and not scripted.sessions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["bubblewrap", "docker"])
+def test_sixty_four_at_once(scripted, tmp_path, request, where):
+    """Would catch a limit of descriptors, threads, connections or sockets that a full node meets first."""
+    folder = make_task(tmp_path / "t", dockerfile="ENV COMMAND_TIMEOUT_S=200", toml="[agent]\ntimeout_sec = 900",
+                       test=f"[ -e right ]; echo $((1 - $?)) {REWARD}")
+    task = load_task(folder, "t", BASE)
+    alive, most, started = set(), [0], time.monotonic()
+
+    class Counted(Runner):
+        def run_agent(self, job, harness, session, box, log):
+            alive.add(job.sample)
+            try: return super().run_agent(job, harness, session, box, log)
+            finally:
+                most[0] = max(most[0], len(alive))
+                alive.discard(job.sample)
+    runner = Counted(scripted, request.getfixturevalue(where), f"test-load-{where}", model="tiny", num_parallel=64,
+                     num_warm=0)
+    jobs = [Job(task, "bash", i, script=("sleep 60; touch right", "DONE")) for i in range(64)]
+    done = runner.run_all(jobs, tmp_path / "out", "", quiet=True)
+    seconds = {stage: sorted(r.seconds[stage] for r in done) for stage in ("start", "agent", "verify") if done}
+    print(f"{where}: 64 rollouts, {most[0]} agents at once, in {time.monotonic() - started:.0f} s; median and most of "
+          + ", ".join(f"{stage} {s[32]:.1f} {s[-1]:.1f}" for stage, s in seconds.items()))
+    assert [(r.outcome, r.reward) for r in done] == [("ok", 1)] * 64 and most[0] == 64
     assert not sandbox.reap(runner.run_id) and not scripted.sessions
 
 
@@ -517,6 +618,17 @@ def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
     assert len(list((tmp_path / "out").glob("*.jsonl"))) == len(list((tmp_path / "out").glob("*.log"))) == 4
 
 
+def test_rollouts_on_another_machine(shell_tasks, far_daemon, tiny, tmp_path):
+    """Would catch a step of a rollout that needs the daemon's files to be ours: image, runtimes, socket, copies."""
+    result = command("rollout.py", "--tasks", shell_tasks / "heldout", "--limit", 2, "--harness", "bash,nop",
+                     "--model", tiny, "--engine", "scripted", "--script", "solution", "--sandbox", "docker",
+                     "--base_image", "debian:bookworm-slim=harness-rl/base", "--out", tmp_path / "out", **far_daemon)
+    assert result.returncode == 0, result.stderr
+    assert "bash in docker: 100.0 % of 2 solved" in result.stdout and "nop in docker: 0.0 % of 2" in result.stdout
+    left = subprocess.run(["docker", "ps", "-aq"], env=os.environ | far_daemon, capture_output=True, text=True)
+    assert (left.returncode, left.stdout) == (0, "")
+
+
 def in_process(capsys, *words):
     """Exit status and output of rollout.py."""
     status = rollout.main(rollout.parse([*map(str, words)]))
@@ -536,6 +648,15 @@ def test_validation_fails_loudly(bubblewrap, tmp_path, monkeypatch, capsys):
         assert ("why not" in output) == (harness == "oracle")
     assert in_process(capsys, *options, "--harness", "oracle", "--out", tmp_path / "x", "--tasks",
                       tmp_path / "set/good")[0] == 0
+
+
+def test_the_verifier_of_each_sample_is_quoted(bubblewrap, tmp_path, capsys):
+    """Would catch the first sample's words given as the reason why another one failed."""
+    make_task(tmp_path / "set/t", test=f"echo said $(cat /proc/sys/kernel/random/uuid); echo 0 {REWARD}")
+    _, output, _ = in_process(capsys, "--sandbox", "bubblewrap", "--tasks", tmp_path / "set", "--harness", "oracle",
+                              "--n", 2, "--verify", "strict", "--out", tmp_path / "out")
+    said = {p.read_text().split("said ")[1].strip() for p in (tmp_path / "out").glob("*.log")}
+    assert len(said) == 2 and all(word in output for word in said), output
 
 
 def test_prebuild(docker, tmp_path, capsys):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -18,6 +19,7 @@ import docker
 import pytest
 
 import sandbox
+import workspace
 from sandbox import SANDBOXES, Environment, SandboxError, choose, environment, reap
 
 REPO = Path(sandbox.__file__).parent
@@ -204,6 +206,61 @@ def test_runtime_and_socket(kind, tmp_path):
     assert "tool" in (tmp_path / "runtime" / "tool").read_text()
 
 
+def test_a_daemon_on_another_machine(far_daemon, tmp_path):
+    """Catches: mounts of paths that are not there, a network in the socket's place, connections that mix or lose bytes,
+    a half-closed one that ends early, a socket that a kill takes for good, volumes that are filled again or stay."""
+    code = f"""if 1:
+        import hashlib, os, shutil, socket, sys, threading, time
+        import harnesses, sandbox
+        from pathlib import Path
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("m.sock"), server.listen()
+        def one(client):
+            with client:
+                data = b"".join(iter(lambda: client.recv(1 << 16), b""))
+                client.sendall(hashlib.sha256(data).hexdigest().encode() + data[:1 << 20])
+        def accept():
+            while True: threading.Thread(target=one, args=server.accept()[:1], daemon=True).start()
+        threading.Thread(target=accept, daemon=True).start()
+        runtimes = harnesses.load("bash").mounts()
+        shutil.copytree(harnesses.runtime("code"), "code", ignore=shutil.ignore_patterns("__pycache__"))
+        runtimes = {{Path("code").absolute() if p.name == "harnesses" else p: inside for p, inside in runtimes.items()}}
+        client = '''if 1:
+            import hashlib, os, socket, threading
+            def one(number):
+                data, right = os.urandom(number * 90_000), 0
+                with socket.create_connection(("127.0.0.1", 8000)) as sock:
+                    sock.sendall(data), sock.shutdown(socket.SHUT_WR)
+                    answer = b"".join(iter(lambda: sock.recv(65536), b""))
+                print("right" if answer == hashlib.sha256(data).hexdigest().encode() + data[:1 << 20] else "wrong")
+            threads = [threading.Thread(target=one, args=(number,)) for number in range(16)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()'''
+        python = [*harnesses.PYTHON, harnesses.PATHS["code"] + "/forward.py", *harnesses.PYTHON, "-c", client]
+        for turn in range(2):
+            started, before = time.monotonic(), threading.active_count()
+            with sandbox.Docker(sandbox.Environment("harness-rl/base", workdir="/app"), run_id="{RUN}", name="far",
+                                runtimes=runtimes, socket=Path("m.sock").absolute()) as box:
+                print(box.exec(python, timeout_s=60).output.count("right"))
+                box.kill()
+                print(box.exec(python, timeout_s=60).output.count("right"))
+                print(box.exec(["bash", "-c", "grep -o '[a-z]*:' /proc/net/dev; echo x > /opt/harness/code/x"]))
+                print(box.exec(["sleep", "60"], timeout_s=0.5).timed_out, box.changed())
+            time.sleep(0.5)
+            print(threading.active_count() - before, len(sandbox._client().volumes.list()))
+        Path("code/bash.py").write_text("changed")
+        sandbox.reap(), print(len(sandbox._client().volumes.list()), sandbox._client().containers.list(all=True))"""
+    with tempfile.TemporaryDirectory(prefix="s") as short:
+        result = subprocess.run([sys.executable, "-c", code], cwd=short, text=True, capture_output=True, timeout=200,
+                                env=os.environ | far_daemon | {"PYTHONPATH": str(REPO)})
+    lines = result.stdout.splitlines()
+    assert result.stderr.count("no record of tampering") == 1 and len(lines) == 11, result
+    for turn in (lines[:5], lines[5:10]):
+        assert turn[0] == turn[1] == "16" and "='lo:\\n" in turn[2] and "Read-only file" in turn[2], result
+        assert turn[3:] == ["True []", "0 2"], result
+    assert lines[10] == "1 []"
+
+
 # ---- copies ----
 
 def test_put_and_get(kind, tmp_path):
@@ -247,6 +304,20 @@ def test_get_refuses_tricks(box, tmp_path, trick, monkeypatch):
     assert not (tmp_path / "out" / "f").exists() and not (tmp_path / "out").is_symlink()
 
 
+def test_the_number_of_files_is_bounded(kind, tmp_path, monkeypatch):
+    """Catches: a million empty files, made inside, that fill the host's memory or its table of files."""
+    monkeypatch.setattr(sandbox, "GET_FILES", 1000)
+    with make(kind) as agent, make(kind) as fresh:
+        sh(agent, "mkdir x; cd x; for i in $(seq 990); do echo > $i; done")
+        agent.carry("/app", fresh)
+        agent.get("/app/x", tmp_path / "few")
+        sh(agent, "cd x; for i in $(seq 20); do echo > y$i; done")
+        for out_of_there in (lambda: agent.carry("/app", fresh), lambda: agent.get("/app", tmp_path / "many")):
+            with pytest.raises(ValueError, match="more than 1000 files"): out_of_there()
+        sh(agent, "for i in $(seq 1100); do echo > /home/$i; done")
+        assert 500 < len(agent.changed()) <= 1000
+
+
 def test_carry(kind):
     """Catches: a workspace that reaches the verifier with files that the agent had deleted, or without its links."""
     with make(kind) as first, make(kind) as second:
@@ -269,10 +340,18 @@ def test_carry_refuses(box, other, trick, says):
     """Catches: what leads the verifier out of the workspace, hangs it or gives rights in it, carried over all the
     same."""
     sh(box, f"rm -rf /app/..?* /app/.[!.]* /app/*; cd /app; {trick}")
-    with pytest.raises(ValueError, match=f"f in shared is not carried over.*{says}"):
+    with pytest.raises(ValueError, match=f"f is not carried over.*{says}"):
         box.carry("/app", other)
     box.carry("/app", other, off=("links",))
     assert sh(other, "ls -d f").output == "f\n"
+
+
+def test_a_deep_workspace_takes_no_time():
+    """Catches: nested folders, a moment's work for an agent, that cost the host hours to look through."""
+    members = [tarfile.TarInfo("app" + "/d" * depth) for depth in range(3000)]
+    started = time.monotonic()
+    chosen, left_out = workspace.choose(members, "/app", {"d/e", ".git"}, {}, ())
+    assert (len(chosen), left_out) == (3000, []) and time.monotonic() - started < 5
 
 
 def test_carry_keeps_the_image_s_tools(kind, tmp_path):
@@ -338,7 +417,7 @@ def test_a_repository_without_git_is_removed(kind):
     """Catches: objects that a program of the agent's can read although no git is there to read them with."""
     with make(kind) as box:
         sh(box, "mkdir -p lib/.git bin; touch lib/.git/x lib/y; for t in find rm; do ln -s $(command -v $t) bin; done")
-        result = box.exec(["/bin/sh", "-c", sandbox.SQUASH, box.workdir], env={"PATH": "/app/bin"})
+        result = box.exec(["/bin/sh", "-c", workspace.SQUASH, box.workdir], env={"PATH": "/app/bin"})
         assert result.output == "./lib/.git\n" and sh(box, "ls -A lib").output == "y\n", result
 
 
@@ -373,6 +452,25 @@ def test_snapshot(kind):
         assert not docker.from_env().images.list(filters={"label": f"harness_rl.run={RUN}"})
 
 
+def test_the_last_snapshot(kind):
+    """Catches: a verifier's sandbox without the agent's files, with its socket or runtimes, one that a late process of
+    the agent's still writes to, files copied for nothing or left."""
+    before = remains()
+    with make(kind, runtimes={REPO / "tests": "/opt/harness/x"}) as box:
+        sh(box, "echo kept > f; mkdir -p /home/d /tests; chmod 0 /home/d; echo x > /tmp/x; echo own > /tests/t")
+        assert sh(box, "setsid sh -c 'while :; do date >> late; done' & sleep 60", timeout_s=0.5).timed_out
+        box.freeze()
+        with box.snapshot(is_last=True) as env, make(kind, env) as last:
+            box.stop()
+            first = sh(last, "stat -c %s late").output
+            assert sh(last, "pwd; cat f /tmp/x /tests/t; stat -c %a /home/d").output == "/app\nkept\nx\nown\n0\n"
+            assert sh(last, "ls /opt/harness/x/* /run/model.sock 2> /dev/null").output == ""
+            assert sh(last, "stat -c %s late").output == first != "0\n"
+            assert kind == "docker" or len(remains()) == len(before) + 1
+            with pytest.raises(SandboxError): box.exec(["true"])
+    assert remains() == before
+
+
 def test_disk_limit(kind):
     """Catches: an agent that fills the disk for all, by one large file or by many, and that goes on."""
     with make(kind, disk_mb=40) as box:
@@ -399,6 +497,25 @@ def test_a_full_disk_is_a_fault_of_ours(tmp_path):
         assert result.stdout.startswith("full: disk full: ") and str(tmp_path) in result.stdout, result
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_an_ordinary_user_of_docker(tmp_path):
+    """Catches: a member of group docker, who may not look below /var/lib/docker, and who gets no sandbox for it, or one
+    without a disk limit; a record that is silently off."""
+    needs("docker")
+    sock = Path("/var/run/docker.sock")
+    if os.geteuid() or not sock.is_socket(): pytest.skip("needs root, to become another user")
+    code = f"""if 1:
+        import ctypes, os, sandbox
+        os.setgroups([{sock.stat().st_gid}]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+        ctypes.CDLL(None).prctl(4, 1)       # dumpable again: /proc/self is ours
+        for _ in range(2):
+            with sandbox.Docker(sandbox.Environment("harness-rl/base"), run_id="{RUN}", name="u", disk_mb=40) as box:
+                print(box.exec(["id", "-u"]).output.strip(), box.changed())
+                write = "for i in 1 2 3; do head -c 20000000 /dev/zero > /tmp/$i; done; sleep 60"
+                print(box.exec(["sh", "-c", write], timeout_s=50).is_over_disk)"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, capture_output=True)
+    assert result.stdout == "0 []\nTrue\n" * 2 and result.stderr.count("no record of tampering") == 1, result
 
 
 def test_limits_are_set():
@@ -616,6 +733,16 @@ def test_stop(kind):
     with pytest.raises(KeyboardInterrupt), make(kind):
         raise KeyboardInterrupt
     assert remains() == before
+
+
+def test_a_sandbox_that_is_gone_is_a_fault_of_ours(kind, tmp_path):
+    """Catches: a container that someone removed, taken for an agent that deleted its workspace, which pays 0."""
+    with make(kind) as box, make(kind) as other:
+        if kind == "docker": docker.from_env().containers.get(box.container).remove(force=True)
+        else: box.stop()
+        with pytest.raises(SandboxError): box.exec(["true"])
+        with pytest.raises(SandboxError): box.carry("/app", other)
+        with pytest.raises(SandboxError): box.get("/app/x", tmp_path / "x")
 
 
 def test_concurrency(kind):

@@ -1,0 +1,95 @@
+"""What of an agent's workspace reaches the verifier, and what of its history the agent sees. Imports nothing of ours.
+
+Defences, by the names that --off takes away:
+git    .git is the image's, not the agent's: its history, without hooks and settings that run commands
+tools  what the image holds of PATH folders, virtual environments and node_modules stays; files that Python or pytest
+       would load unasked (AUTOLOADED, modules of the standard library's names at the top) are left out
+links  ValueError for setuid files, devices, fifos and symbolic links out of the workspace, but for the image's and
+       those into SHARED
+"""
+import posixpath, re, sys
+
+# Empties a folder ($0) but for what `find` matches ("$@"; with $1 PATH's folders and virtual environments, too), which
+# it prints, after L, path and target of the links that are there. Makes the verifier's folder, for any user.
+CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
+cd "$0" 2> /dev/null || exit 0
+find . -type l -printf 'L%P\n%l\0' 2> /dev/null
+is_deep=$1; shift
+[ -z "$is_deep" ] || {
+    IFS='
+'; for file in $(find . -mindepth 2 -name pyvenv.cfg); do set -- "$@" -o -path "${file%/*}"; done
+    IFS=:; for folder in $PATH; do case $folder in "$0"/?*) set -- "$@" -o -path ".${folder#"$0"}" ;; esac; done
+}
+find . -mindepth 1 \( "$@" \) -prune -print0 -o ! -type d -exec rm -f {} + || exit 1
+find . -mindepth 1 \( "$@" \) -prune -o -type d -print0 | sort -rz | xargs -0 rmdir 2> /dev/null
+exit 0"""
+AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py"}
+SHADOWING = re.compile(rf"({'|'.join(sys.stdlib_module_names)}|_?pytest|pluggy)(/__init__)?\.([\w-]+\.)?(py|pyc|so)")
+SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: links there tell nothing new
+
+
+# Of all repositories below a folder ($0): one commit of what HEAD holds, the index and the files as they are. One in an
+# image without git is taken away: its objects could be read all the same. Prints a line for each.
+SQUASH = r"""cd "$0" 2> /dev/null || exit 0
+export HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_COUNT=3 GIT_CONFIG_KEY_0=safe.directory
+export GIT_CONFIG_VALUE_0='*' GIT_CONFIG_KEY_1=core.fsmonitor GIT_CONFIG_VALUE_1=false
+export GIT_CONFIG_KEY_2=core.hooksPath GIT_CONFIG_VALUE_2=/dev/null
+for who in AUTHOR COMMITTER; do
+    export GIT_${who}_NAME=task GIT_${who}_EMAIL=task@localhost GIT_${who}_DATE='2000-01-01T00:00:00Z'
+done
+IFS='
+'; for git in $(find . -xdev -name .git -prune); do (
+    echo "$git"
+    cd "${git%/*}" && [ -d .git ] && git rev-parse --git-dir > /dev/null 2>&1 || { rm -rf "${git##*/}"; exit; }
+    head=$(git symbolic-ref -q HEAD || echo refs/heads/main)
+    commit=$(git commit-tree -m start 'HEAD^{tree}')
+    for key in $(git config --local --name-only --list |
+                 grep -E '^(remote|branch|credential|http|url|include|submodule)'); do
+        git config --local --unset-all "$key"
+    done
+    (cd .git && rm -rf refs/* packed-refs logs *_HEAD modules worktrees shallow rebase-* sequencer lfs svn info/grafts \
+        objects/pack/*.keep objects/pack/*.promisor && mkdir -p refs/heads)
+    git symbolic-ref HEAD "$head" && { [ -z "$commit" ] || git update-ref "$head" "$commit"; }
+    git repack -adq && rm -rf .git/objects/info/alternates .git/objects/info/commit-graph* && git prune --expire=now
+    pruned=$?; chown -hR --reference=. .git; exit $pruned
+) < /dev/null 2> /dev/null || exit 1; done"""
+
+
+def kept_by(off):
+    """Words for CLEAR: what of the image's stays under the defences that are on."""
+    names = (() if "git" in off else (".git",)) + (() if "tools" in off else ("node_modules", *AUTOLOADED))
+    return ["-name", "", *(word for name in names for word in ("-o", "-name", name))]
+
+
+def choose(members, inside, kept, links, off):
+    """members: of an archive of the folder `inside`, as the agent left it; kept, links: what CLEAR printed -> (those
+    that are carried over, names left out). ValueError: one may not be."""
+    chosen, left_out, depth = [], [], max((name.count("/") + 1 for name in kept), default=0)
+    for member in members:
+        name = member.name.partition("/")[2] or "."     # within the folder, which the archive names first
+        parts = name.split("/")
+        if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(min(len(parts), depth))): continue
+        if "tools" not in off and "__pycache__" in parts: continue      # may hold another program than its source
+        if "tools" not in off and (AUTOLOADED.intersection(parts) or SHADOWING.fullmatch(name)):
+            left_out.append(name)
+            continue
+        is_image_s = member.issym() and links.get(name) == member.linkname
+        if "links" not in off and not is_image_s and (problem := refused(member, inside)):
+            raise ValueError(f"{name} is not carried over: {problem}")
+        chosen.append(member)
+    whole = {member.name for member in chosen}
+    if lost := [m.name for m in chosen if m.islnk() and m.linkname not in whole]:
+        raise ValueError(f"{lost[0]} is not carried over: a second name of a file left out")
+    return chosen, left_out
+
+
+def refused(member, inside):
+    """What is wrong with a member of a workspace's archive, None = nothing."""
+    if member.isdir() or member.islnk(): return None
+    if member.isreg(): return "it is setuid or setgid" if member.mode & 0o6000 else None
+    if not member.issym(): return "it is a device or fifo"
+    up = re.sub(r"^(\.\./?|\./)*", "", member.linkname)   # `..` further on may leave by another link
+    folder = posixpath.join(posixpath.dirname(inside), posixpath.dirname(member.name))
+    target = posixpath.normpath(posixpath.join(folder, member.linkname))
+    if ".." in up.split("/") or not f"{target}/".startswith(tuple(f"{folder}/" for folder in (inside, *SHARED))):
+        return f"it is a link out of the workspace, to {member.linkname}"
