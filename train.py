@@ -334,6 +334,58 @@ def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Conf
     return adv[of_token], None
 
 
+def policy_loss(logp, t: dict, denom: float, cfg: Config, is_supervised: bool) -> tuple:
+    """Of a micro-batch's tokens: logp (n,) now; t: name -> (n,) norm, rollout, adv, logp_rollout and, as before the
+    update, logp and ref. -> loss, sums over the tokens. Supervised: the mean of -logp."""
+    if is_supervised: return -(t["norm"] * logp).sum() / denom, {"nll": -logp.detach().sum()}
+    weight = math.prod(algos.correction(t["logp"], t["logp_rollout"], k, cfg.correction_cap,
+                                        rollout=t["rollout"] if cfg.algo == "gspo" or k == "geometric" else None)
+                       for k in cfg.correction.split("+"))
+    clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
+    loss, s = algos.LOSSES[cfg.algo](logp, t["logp"], t["adv"], weight, t["norm"], t["rollout"], denom,
+                                     dual_clip=cfg.dual_clip, **clips)
+    if cfg.kl_reward or cfg.kl_loss:                        # there is a reference
+        kl, more = algos.kl_loss(logp, t["ref"], weight, t["norm"], denom)
+        loss, s = loss + cfg.kl_loss * kl, s | more
+    return loss, s
+
+
+def train_metrics(sums: list, num_epochs: int, num_updates: int) -> dict:
+    """sums: each rank's, over all micro-batches of all epochs -> token means, but for losses: means over updates."""
+    totals = Counter()
+    for s in sums: totals.update(s)
+    m = {"tokens/unique": totals["unique"] / num_epochs}
+    m |= {f"train/{k}": totals[k] / num_updates for k in ("loss", "value_loss") if k in totals}
+    m |= {f"train/{k}": v / totals["tokens"] for k, v in totals.items() if k not in (
+        "loss", "value_loss", "unique", "tokens", "weight_sq", "value_tokens", "return_sq", "rest", "rest_sq")}
+    if "weight" in totals: m["train/ess"] = totals["weight"]**2 / max(totals["weight_sq"] * totals["tokens"], 1e-9)
+    if "value_loss" in totals: m["train/explained_variance"] = algos.explained_variance(totals)
+    return m
+
+
+def step_metrics(jobs: list, rollouts: list, rewards, names: list) -> dict:
+    """What came of a step's jobs; rewards (R,), NaN = none; names: the run's harnesses."""
+    s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
+    sampled = sum(len(c.sampled_ids) for c in calls)
+    lengths = [max([len(c.prompt_ids) + len(c.sampled_ids) for c in r.calls], default=0) for r in rollouts]
+    per_harness = Counter(f"outcome/{j.harness}/{r.outcome}" for j, r in zip(jobs, rollouts) if len(names) > 1)
+    stage = lambda name: sum(r.seconds.get(name, 0.) for r in rollouts)
+    return {"reward/mean": rewards.nanmean().item(), "reward/solved": s["pass_rate"],
+            **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item()
+               for h in names if len(names) > 1},
+            "reward/calls": sum(sum(r.call_rewards or ()) for r in rollouts) / len(rollouts),
+            "groups/bushy_rollouts": int(rewards.isnan().sum()) - sum(r.reward is None for r in rollouts),
+            **{f"outcome/{k}": v for k, v in s["outcomes"].items()}, **per_harness,
+            "tamper/rollouts": sum("tamper" in r.more for r in rollouts),
+            "tamper/left_out": sum(len(r.more.get("left_out", [])) for r in rollouts),
+            "length/context_mean": sum(lengths) / len(lengths), "length/context_max": max(lengths),
+            "length/reply_mean": sampled / max(1, len(calls)),
+            "calls/num": len(calls), "calls/sampled_tokens": sampled,
+            "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
+            "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
+            "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify")}
+
+
 def choose(tasks: list, num: int, solved: dict, times_seen: Counter, floor: float, order: random.Random) -> list:
     """num tasks without repetition, each drawn with weight 1 - s of its category ("prioritized sampling", Kimi k1.5,
     2501.12599), but at least `floor`; in a category the task drawn least often. solved: category -> s, 0 where unknown.
@@ -465,6 +517,29 @@ def learnt(parts: list, like=None) -> dict:
     return tensors
 
 
+def checkpoint(out: Path, model_dir: str, model, critic, dtype):
+    """The weights in Hugging Face form as out/checkpoint, a critic's in its folder critic. Every rank takes part."""
+    import safetensors.torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    weights, value_weights = {}, {}
+    for net, into in ((model, weights), (critic and critic.model, value_weights)):
+        for name, full in full_weights(net) if net is not None else ():
+            if dist.get_rank() == 0: into[name] = full.to(dtype).cpu().contiguous()
+    if dist.get_rank(): return
+    tmp, final = out / "checkpoint.tmp", out / "checkpoint"
+    shutil.rmtree(tmp, ignore_errors=True)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    missing, unknown = plain.load_state_dict(weights, strict=False)
+    assert set(missing) <= tied(model) and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
+    plain.save_pretrained(tmp)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
+    if value_weights:                                       # the model's, but for lm_head: one number, with a bias
+        (tmp / "critic").mkdir()
+        safetensors.torch.save_file(value_weights, tmp / "critic" / "model.safetensors")
+    shutil.rmtree(final, ignore_errors=True)                # of a run that had fewer --steps
+    tmp.rename(final)
+
+
 def main(cfg: Config):
     # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------
     begin = time.time()
@@ -531,8 +606,8 @@ def main(cfg: Config):
         print(line, flush=True)
 
     # 2. the model, sharded --------------------------------------------------------------------------------------------
-    import safetensors.torch, transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
+    from transformers import AutoModelForCausalLM
     transformers.logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
     dtype, mesh = getattr(torch, cfg.dtype), dist.init_device_mesh(device.type, (world,))
@@ -594,8 +669,6 @@ def main(cfg: Config):
                                  f"logit by the trainer is {behind:.3g} below the best (bound {bound}): other weights")
 
     # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
-    clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
-
     def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False,
                tokens_file=None) -> dict:
         """rollouts: all ranks' alike; rewards (R,) float32, group_of (R,) long; None: supervised. -> metrics. Leaves
@@ -654,36 +727,26 @@ def main(cfg: Config):
         for g in opt.param_groups: g["lr"] = lr
         # rollouts of zero advantage count in the mean: a part stands for its share of all
         total = {"rollout": R, "token": N, "constant": R * (cfg.loss_constant or cfg.max_model_len)}[cfg.loss_mean]
+        columns = old | {"norm": norm, "rollout": batch.rollout, "adv": adv, "logp_rollout": batch.logp_rollout}
+        if returns is not None: columns["returns"] = returns
         for epoch in range(num_epochs):
             if num_updates > 1: order.shuffle(useful)
             for part in (p.tolist() for p in np.array_split(useful, num_minibatches) if len(p)):
                 denom = total * len(part) / len(useful)
                 for group in micro_batches(batch, part, cfg, rank, world):
                     forest, where, index, num_unique = lay_out(batch, group, cfg, device)
-                    here = lambda x: x[index].to(device)    # (n,) of this micro-batch
-                    norm_t, rollout_t = here(norm), here(batch.rollout)
                     s = {"tokens": torch.tensor(len(index)), "unique": torch.tensor(num_unique)}
                     if not is_value_only:
                         logp, entropy = (x[where] for x in policy(forest, cfg.temperature))
                         now[index] = logp.detach().cpu()
                         if num_updates == 1: old["logp"][index], seen[index] = now[index], True
-                        if is_supervised: loss, s["nll"] = -(norm_t * logp).sum() / denom, -logp.detach().sum()
-                        else:
-                            old_t, logp_rollout_t = here(old["logp"]), here(batch.logp_rollout)
-                            weight = math.prod(
-                                algos.correction(old_t, logp_rollout_t, k, cfg.correction_cap,
-                                                 rollout=rollout_t if cfg.algo == "gspo" or k == "geometric" else None)
-                                for k in cfg.correction.split("+"))
-                            loss, more = algos.LOSSES[cfg.algo](logp, old_t, here(adv), weight, norm_t, rollout_t,
-                                                                denom, dual_clip=cfg.dual_clip, **clips)
-                            s |= more
-                            if reference is not None:
-                                kl, more = algos.kl_loss(logp, here(old["ref"]), weight, norm_t, denom)
-                                loss, s = loss + cfg.kl_loss * kl, s | more
+                    t = {k: x[index].to(device) for k, x in columns.items()}       # (n,) of this micro-batch
+                    if not is_value_only:
+                        loss, more = policy_loss(logp, t, denom, cfg, is_supervised)
                         (loss * world).backward()           # FSDP averages over ranks
-                        s |= {"loss": loss.detach(), "entropy": entropy.sum()}
+                        s |= more | {"loss": loss.detach(), "entropy": entropy.sum()}
                     if returns is not None:
-                        loss, more = algos.value_loss(critic(forest)[where], here(old["value"]), here(returns), norm_t,
+                        loss, more = algos.value_loss(critic(forest)[where], t["value"], t["returns"], t["norm"],
                                                       denom, cfg.value_clip)
                         (loss * world).backward()
                         s |= more | {"value_loss": loss.detach()}
@@ -702,15 +765,7 @@ def main(cfg: Config):
             for part in gather(now, world): now = torch.where(part.isnan(), now, part)
             if rank == 0:
                 save_tokens(tokens_file, rollouts, trees, batch, seen, logp_old=old["logp"], logp=now, adv=adv)
-        totals = Counter()
-        for s in gather(sums, world): totals.update(s)
-        m |= {"tokens/unique": totals["unique"] / num_epochs, "train/lr": lr}
-        m |= {f"train/{k}": totals[k] / num_updates for k in ("loss", "value_loss") if k in totals}
-        m |= {f"train/{k}": v / totals["tokens"] for k, v in totals.items() if k not in (
-            "loss", "value_loss", "unique", "tokens", "weight_sq", "value_tokens", "return_sq", "rest", "rest_sq")}
-        if "weight" in totals: m["train/ess"] = totals["weight"]**2 / max(totals["weight_sq"] * totals["tokens"], 1e-9)
-        if returns is not None: m["train/explained_variance"] = algos.explained_variance(totals)
-        return m
+        return m | {"train/lr": lr} | train_metrics(gather(sums, world), num_epochs, num_updates)
 
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
     def recorded(record: Path):
@@ -841,31 +896,14 @@ def main(cfg: Config):
             version += 1
             renew()
             took("weights")
-            s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
-            num_groups, sampled = len(jobs) // cfg.group_size, sum(len(c.sampled_ids) for c in calls)
-            lengths = [max([len(c.prompt_ids) + len(c.sampled_ids) for c in r.calls], default=0) for r in rollouts]
-            per_harness = Counter(f"outcome/{j.harness}/{r.outcome}" for j, r in zip(jobs, rollouts) if len(names) > 1)
-            stage = lambda name: sum(r.seconds.get(name, 0.) for r in rollouts)
-            m |= {"phase": "rl", "step": step, "reward/mean": rewards.nanmean().item(), "reward/solved": s["pass_rate"],
-                  **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item()
-                     for h in names if len(names) > 1},
-                  "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
-                  "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
-                  "groups/rounds": turn + 1,
-                  "groups/bushy_rollouts": int(rewards.isnan().sum()) - sum(r.reward is None for r in rollouts),
-                  "reward/calls": sum(sum(r.call_rewards or ()) for r in rollouts) / len(rollouts),
-                  **{f"outcome/{k}": v for k, v in s["outcomes"].items()}, **per_harness,
-                  "tamper/rollouts": sum("tamper" in r.more for r in rollouts),
-                  "length/context_mean": sum(lengths) / len(lengths), "length/context_max": max(lengths),
-                  "length/reply_mean": sampled / max(1, len(calls)),
-                  "calls/num": len(calls), "calls/sampled_tokens": sampled,
-                  "tamper/left_out": sum(len(r.more.get("left_out", [])) for r in rollouts),
-                  "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
-                  "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
-                  "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify"),
-                  "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                  "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30,
-                  "time/total_s": time.time() - begin} | times
+            num_groups = len(jobs) // cfg.group_size
+            m |= step_metrics(jobs, rollouts, rewards, names) | times | {
+                "phase": "rl", "step": step, "time/total_s": time.time() - begin,
+                "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
+                "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
+                "groups/rounds": turn + 1,
+                "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30}
             log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, "
                    f"{m['groups/zero_variance']} of {num_groups} groups without variance, "
                    f"entropy {m.get('train/entropy', math.nan):.3f}, "
@@ -880,25 +918,9 @@ def main(cfg: Config):
 
         # 7. the checkpoint --------------------------------------------------------------------------------------------
         if cfg.checkpoint:
-            weights, value_weights = {}, {}
-            for net, into in ((model, weights), (critic and critic.model, value_weights)):
-                for name, full in full_weights(net) if net is not None else ():     # every rank takes part
-                    if rank == 0: into[name] = full.to(dtype).cpu().contiguous()
-            if rank == 0:
-                tmp, final = out / "checkpoint.tmp", out / "checkpoint"
-                shutil.rmtree(tmp, ignore_errors=True)
-                plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-                missing, unknown = plain.load_state_dict(weights, strict=False)
-                assert set(missing) <= tied(model) and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
-                plain.save_pretrained(tmp)
-                AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
-                if value_weights:                           # the model's, but for lm_head: one number, with a bias
-                    (tmp / "critic").mkdir()
-                    safetensors.torch.save_file(value_weights, tmp / "critic" / "model.safetensors")
-                shutil.rmtree(final, ignore_errors=True)    # of a run that had fewer --steps
-                tmp.rename(final)
-                log({"phase": "checkpoint", "time_s": time.time() - begin},
-                    f"[{time.time() - begin:6.0f} s] checkpoint in {final}")
+            checkpoint(out, model_dir, model, critic, dtype)
+            log({"phase": "checkpoint", "time_s": time.time() - begin},
+                f"[{time.time() - begin:6.0f} s] checkpoint in {out / 'checkpoint'}")
     finally:
         if engine is not None: engine.close()
         sandbox.reap(run_id)
