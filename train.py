@@ -19,8 +19,8 @@
 6. After a kill the run goes on from its last saved state; what was recorded since, by the same weights, is read, not
    sampled again.
 Letters: R rollouts of a batch, N its trained tokens."""
-import argparse, contextlib, dataclasses, datetime, functools, importlib.metadata, importlib.util, inspect, json, \
-    math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
+import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, importlib.metadata, importlib.util, \
+    inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,8 @@ class Config:
     priority_floor: float = 0.25         # of a task: 1 - success rate of its category, at least this (1 = uniform)
     group_size: int = 8                  # rollouts a group
     max_resample: int = 0           # rounds of fresh groups in the place of those of equal rewards (0 = these stay)
+    carry_over: float = 0.0   # groups in flight beyond a step's, as a share of these: the last outlive it (0 = none do)
+    max_staleness: int = 2               # updates that a rollout may outlive, then it is given up
     lr: float = 2e-5                     # learning rate of RL (0 = canary: nothing may drift)
     lr_warmup_steps: int = 2             # linear rise of the learning rate, RL steps
     weight_decay: float = 0.0
@@ -160,9 +162,15 @@ def check(cfg: Config):
     assert not cfg.dual_clip or cfg.algo in ("grpo", "gspo", "ppo"), f"--dual_clip {cfg.dual_clip}: {cfg.algo} has none"
     assert cfg.group_size > 1 or not cfg.steps or cfg.algo in ("ppo", "reinforce") and not cfg.max_resample, (
         "--group_size 1: no group would have rewards that differ")
+    assert 0 <= cfg.carry_over <= 1, f"--carry_over {cfg.carry_over}: from 0 to 1"
+    assert not cfg.carry_over or not cfg.max_resample, (
+        f"--carry_over {cfg.carry_over} with --max_resample {cfg.max_resample}: give one of them; a group that is "
+        "still running cannot be told to be without variance")
+    assert not cfg.carry_over or not cfg.rollouts, (
+        f"--carry_over {cfg.carry_over} with --rollouts: which step a carried group was trained in is not on record")
     assert cfg.overlong_buffer <= cfg.max_model_len, f"--overlong_buffer {cfg.overlong_buffer}: at most max_model_len"
     for name in ("max_tokens", "max_resample", "max_leaves", "max_logp_gap", "loss_constant", "overlong_buffer",
-                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip", "save_every"):
+                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip", "save_every", "max_staleness"):
         assert getattr(cfg, name) >= 0, f"--{name} {getattr(cfg, name)}: at least 0"
     for name in ("gamma", "lam"): assert 0 <= getattr(cfg, name) <= 1, f"--{name} {getattr(cfg, name)}: from 0 to 1"
     sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
@@ -213,6 +221,18 @@ class Critic(torch.nn.Module):
     def forward(self, forest):
         h, head = tree.hidden_states(self.model, forest)[forest.src], self.model.lm_head
         return h.float() @ head.weight[0].float() + head.bias.float()      # (N,) float32
+
+
+@dataclass(eq=False)
+class Group:
+    """--carry_over: the rollouts of a (task, harness) pair, from their start to the step that trains them."""
+    jobs: list
+    folder: str                          # of its records, named by the step that began it
+    born: int                            # version of the weights then
+    rank: int                            # that runs it
+    futures: list = dataclasses.field(default_factory=list)     # on that rank: of its rollouts, in the order of jobs
+
+    def has_ended(self): return all(f.done() for f in self.futures)
 
 
 @dataclass
@@ -447,7 +467,11 @@ def fidelity(batch: Batch, logp_old, seen, rollouts: list, max_gap: float) -> di
     known, harness_of = seen & ~batch.logp_rollout.isnan(), [r.harness for r in rollouts]
     out = {"fidelity/older_tokens": int((known & (batch.behind > 0)).sum()),
            "fidelity/versions_behind": batch.behind[seen].double().mean().item(),
+           "fidelity/versions_behind_max": int(batch.behind[seen].max()) if seen.any() else 0,
            "fidelity/missing_tokens": int((seen & batch.logp_rollout.isnan()).sum())}
+    if out["fidelity/older_tokens"]:                        # policies that differ by right: told, not judged
+        old = known & (batch.behind > 0)
+        out["fidelity/stale_gap_mean"] = (logp_old - batch.logp_rollout)[old].abs().mean().item()
     known, first, harnesses = known & (batch.behind == 0), batch.is_boundary, sorted(set(harness_of))
     for h in ["", *harnesses]:
         of_h = known & torch.tensor([h in ("", x) for x in harness_of])[batch.rollout]
@@ -558,8 +582,9 @@ def main(cfg: Config):
     kind = sandbox.choose(cfg.sandbox) if is_live else "recorded"
     model_dir = boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
-    assert cfg.tasks_per_step <= len(train_tasks), (
-        f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks")
+    num_at_once = cfg.tasks_per_step + (math.ceil(cfg.carry_over * cfg.tasks_per_step) + world) * bool(cfg.carry_over)
+    assert num_at_once <= len(train_tasks), (f"--tasks_per_step {cfg.tasks_per_step} needs {num_at_once} tasks with "
+                                             f"what is carried over; {cfg.tasks} has only {len(train_tasks)}")
     eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
@@ -632,6 +657,8 @@ def main(cfg: Config):
         ("policy", policy, opt), ("critic", critic, value_opt), ("reference", reference, None)) if net is not None]
     first, version, times_seen, solved = 0, 0, Counter(), {}         # solved: category -> running success rate
     is_checked = not (cfg.check_packing and cfg.share)
+    flying = [Group(rollout.make_jobs([t for t in train_tasks if t.id == id], [name], cfg.group_size), folder, born,
+                    i % world) for i, (id, name, folder, born) in enumerate(at.get("flying", []))]     # --carry_over
     if saved:
         dcp.load(learnt(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata), checkpoint_id=saved)
         first, version, times_seen, solved, is_checked = (
@@ -650,7 +677,8 @@ def main(cfg: Config):
         sizes = {name: (out / name).stat().st_size for name in ("metrics.jsonl", "log.txt")}
         (tmp / "loop.json").write_text(json.dumps(sizes | {
             "step": step, "version": version, "times_seen": times_seen, "solved": solved, "is_checked": is_checked,
-            "order": order.getstate(), "time_s": time.time() - begin}))
+            "order": order.getstate(), "time_s": time.time() - begin,
+            "flying": [(g.jobs[0].task.id, g.jobs[0].harness, g.folder, g.born) for g in flying]}))
         tmp.rename(out / "saved" / f"step-{step:04}")
         for old in states()[:-cfg.keep_saved]: shutil.rmtree(old)
 
@@ -768,8 +796,9 @@ def main(cfg: Config):
         return m | {"train/lr": lr} | train_metrics(gather(sums, world), num_epochs, num_updates)
 
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
-    def recorded(record: Path):
-        """The rollout of a run given by --rollouts, or of this one before a kill; None: to be run."""
+    def recorded(record: Path, born: int):
+        """The rollout of a run given by --rollouts, or of this one before a kill, sampled by the weights from version
+        born on; None: to be run."""
         if is_live and not record.exists(): return None
         try: r = tree.read(record)
         except FileNotFoundError:
@@ -779,23 +808,31 @@ def main(cfg: Config):
             if not is_live: raise
             return None                                     # killed while it wrote
         assert is_live or r.outcome, f"--rollouts: {record} has no end, the run was killed in this step; fewer --steps"
-        is_mine = {v for c in r.calls for v, _ in c.versions} == {version} and r.temperature == cfg.temperature
-        return r if not is_live or is_mine and r.outcome not in (None, "infra_error") else None
+        versions = {v for c in r.calls for v, _ in c.versions}
+        is_mine = versions and versions <= {*range(born, version + 1)} and r.temperature == cfg.temperature
+        return r if not is_live or is_mine and r.outcome not in (None, "infra_error", "stale") else None
+
+    make_runner = lambda proxy: rollout.Runner(
+        proxy, kind, run_id, model=cfg.model, temperature=cfg.temperature, verify=cfg.verify,
+        off=[x for x in cfg.off.split(",") if x], reward_weights=rollout.weights(cfg.reward_weights),
+        num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
+        max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
 
     def roll(jobs: list, folder: str, what: str, scripted=None) -> list:
-        nonlocal engine
         source, mine = Path(cfg.rollouts or out) / "rollouts" / folder, jobs[rank::world]
 
         def run():
-            runner = rollout.Runner(scripted or engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
-                                    verify=cfg.verify, off=[x for x in cfg.off.split(",") if x],
-                                    reward_weights=rollout.weights(cfg.reward_weights),
-                                    num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
-                                    max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
-            known = [recorded(rollout.record_path(source, job)) for job in mine]
+            known = [recorded(rollout.record_path(source, job), version) for job in mine]
             missing = [job for job, r in zip(mine, known) if r is None]
-            fresh = iter(runner.run_all(missing, source, what, quiet=rank > 0) if missing else ())
+            fresh = iter(make_runner(scripted or engine).run_all(missing, source, what, quiet=rank > 0)
+                         if missing else ())
             return [next(fresh) if r is None else r for r in known]
+        done = gather(alive(run, folder, scripted), world, cfg.deadline_s)
+        return [done[i % world][i // world] for i in range(len(jobs))]
+
+    def alive(run, folder: str, scripted=None):
+        """run(), and once more with a new engine where vLLM's has died in it."""
+        nonlocal engine
         done = run()
         if is_live and scripted is None and engine.engine.errored:
             print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
@@ -803,8 +840,63 @@ def main(cfg: Config):
             engine = make_engine("vllm")
             if shared: engine.load_weights([(name, reduce_tensor(t)) for name, t in shared.items()], version)
             done = run()
-        done = gather(done, world, cfg.deadline_s)
-        return [done[i % world][i // world] for i in range(len(jobs))]
+        return done
+
+    def begin_group(g: Group):
+        """On its rank. What this run's weights up to now have sampled of it before a kill or the engine's death is not
+        sampled again: whole rollouts are read, the calls of others answer while the harness asks the same."""
+        records = [rollout.record_path(out / "rollouts" / g.folder, job) for job in g.jobs]
+        known = [recorded(record, g.born) for record in records]
+
+        def calls(record):
+            try: found = tree.read(record).calls
+            except (OSError, ValueError): return None
+            return [c for c in found if c.finish not in tree.UNTRAINED_FINISH and c.versions
+                    and g.born <= c.versions[0][0] and c.versions[-1][0] <= version] or None
+        missing = [i for i, r in enumerate(known) if r is None]
+        fresh = iter(runner.begin([g.jobs[i] for i in missing], out / "rollouts" / g.folder,
+                                  [calls(records[i]) for i in missing]))
+        g.futures = [next(fresh) if r is None else concurrent.futures.Future() for r in known]
+        for f, r in zip(g.futures, known):
+            if r is not None: f.set_result(r)
+
+    def roll_on(step: int) -> tuple:
+        """--carry_over: begins as many groups as keep the number in flight, waits until a step's number have ended,
+        gives up those that would be too old by the next step -> jobs, rollouts of all that have ended, earliest begun
+        first, and how many of these groups were begun in earlier steps. In the last step, of all groups. Each rank
+        looks at its own groups alone."""
+        nonlocal flying
+        share = [len(range(r, num_wanted, world)) for r in range(world)]
+        is_last = step + 1 == cfg.steps
+        more = lambda r: (share[r] + math.ceil(cfg.carry_over * share[r]) * (not is_last)
+                          - sum(g.rank == r for g in flying))
+        num = sum(max(0, more(r)) for r in range(world))
+        tasks = choose(train_tasks, -(-num // len(names)), solved, times_seen, cfg.priority_floor, order)
+        for task, name in itertools.product(tasks, names):
+            jobs = rollout.make_jobs([task], [name], cfg.group_size)
+            flying.append(Group(jobs, f"step-{step:04}", version, max(range(world), key=more)))
+        mine = [g for g in flying if g.rank == rank]
+
+        def run():
+            nonlocal runner
+            if runner is None or runner.proxy is not engine:
+                if runner is not None: runner.stop()
+                runner = make_runner(engine)
+                for g in mine: g.futures = []
+            for g in mine:
+                if not g.futures: begin_group(g)
+            while sum(g.has_ended() for g in mine) < (len(mine) if is_last else share[rank]):
+                concurrent.futures.wait([f for g in mine for f in g.futures if not f.done()],
+                                        return_when=concurrent.futures.FIRST_COMPLETED)
+        alive(run, f"step-{step:04}")
+        for g in mine:
+            if not g.has_ended() and g.born + cfg.max_staleness <= version:
+                runner.give_up(g.jobs, out / "rollouts" / g.folder, g.futures)
+        index = {flying.index(g): [f.result() for f in g.futures] for g in mine if g.has_ended()}
+        done = dict(sorted(kv for part in gather(index, world, cfg.deadline_s) for kv in part.items()))
+        groups, flying = [flying[i] for i in done], [g for i, g in enumerate(flying) if i not in done]
+        return ([j for g in groups for j in g.jobs], [r for rs in done.values() for r in rs],
+                sum(g.folder != f"step-{step:04}" for g in groups))
 
     def evaluate(when: str, n: int):
         for name, tasks in eval_sets.items() if is_live else ():
@@ -819,7 +911,7 @@ def main(cfg: Config):
                    "--seed", str((cfg.seed + 7919 * first) * world + rank), *shlex.split(cfg.engine_args)]
     make_engine = lambda which: contextlib.nullcontext() if not is_live else boundary.Proxy(
         model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
-    engine = None
+    engine = runner = None                                  # runner: of the rollouts that --carry_over lets go on
     try:
         # 5. the cold start is recorded first, by a scripted policy ----------------------------------------------------
         demos, is_cold = [], cfg.warmup_steps and not saved
@@ -871,17 +963,20 @@ def main(cfg: Config):
                 nonlocal lap
                 times[f"time/{what}_s"], lap = time.time() - lap, time.time()
             for turn in range(1 + cfg.max_resample):        # more than one: dynamic sampling, DAPO, 2503.14476, bounded
-                num_tasks = -(-(num_wanted - len(informative)) // len(names))
-                tasks = choose(train_tasks, num_tasks, solved, times_seen, cfg.priority_floor, order)
-                fresh = rollout.make_jobs(tasks, names, cfg.group_size)
-                rollouts += roll(fresh, f"step-{step:04}" + f".{turn}" * bool(turn), f"step {step + 1}")
-                jobs += fresh
+                if cfg.carry_over: jobs, rollouts, num_carried = roll_on(step)
+                else:
+                    num_tasks = -(-(num_wanted - len(informative)) // len(names))
+                    tasks = choose(train_tasks, num_tasks, solved, times_seen, cfg.priority_floor, order)
+                    fresh = rollout.make_jobs(tasks, names, cfg.group_size)
+                    rollouts += roll(fresh, f"step-{step:04}" + f".{turn}" * bool(turn), f"step {step + 1}")
+                    jobs += fresh
                 group_of = torch.arange(len(jobs)) // cfg.group_size        # a group's jobs stand side by side
                 rewards, verdict = judge(rollouts, cfg)
                 informative = group_of[algos.is_informative(verdict, group_of)].unique()
                 if len(informative) >= num_wanted: break
             took("rollout")
-            if is_gpu and is_live: engine.sleep()
+            if cfg.carry_over: runner.hold()
+            if is_live and (is_gpu or cfg.carry_over): engine.sleep()
             judged = ~rewards.isnan()
             for i in judged.nonzero()[:, 0].tolist():       # over the last 16 rollouts of a category, about
                 rate = solved.get(jobs[i].task.category, 0.)
@@ -895,6 +990,7 @@ def main(cfg: Config):
             took("train")
             version += 1
             renew()
+            if cfg.carry_over: runner.go_on()
             took("weights")
             num_groups = len(jobs) // cfg.group_size
             m |= step_metrics(jobs, rollouts, rewards, names) | times | {
@@ -902,6 +998,7 @@ def main(cfg: Config):
                 "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
                 "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
                 "groups/rounds": turn + 1,
+                **({"groups/carried": num_carried, "groups/unfinished": len(flying)} if cfg.carry_over else {}),
                 "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
                 "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30}
             log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, "
@@ -922,6 +1019,7 @@ def main(cfg: Config):
             log({"phase": "checkpoint", "time_s": time.time() - begin},
                 f"[{time.time() - begin:6.0f} s] checkpoint in {out / 'checkpoint'}")
     finally:
+        if runner is not None: runner.stop()
         if engine is not None: engine.close()
         sandbox.reap(run_id)
 
