@@ -582,9 +582,12 @@ def main(cfg: Config):
     kind = sandbox.choose(cfg.sandbox) if is_live else "recorded"
     model_dir = boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
-    num_at_once = cfg.tasks_per_step + (math.ceil(cfg.carry_over * cfg.tasks_per_step) + world) * bool(cfg.carry_over)
-    assert num_at_once <= len(train_tasks), (f"--tasks_per_step {cfg.tasks_per_step} needs {num_at_once} tasks with "
-                                             f"what is carried over; {cfg.tasks} has only {len(train_tasks)}")
+    num_wanted = cfg.tasks_per_step * len(names)            # groups a step, ...
+    shares = [len(range(r, num_wanted, world)) for r in range(world)]                   # ... by rank with --carry_over
+    num_flying = num_wanted + sum(math.ceil(cfg.carry_over * n) for n in shares)
+    assert num_flying <= len(train_tasks) * len(names), (
+        f"--tasks_per_step {cfg.tasks_per_step} --carry_over {cfg.carry_over}: {num_flying} groups at once; {cfg.tasks} "
+        f"has only {len(train_tasks)} tasks")
     eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
@@ -866,9 +869,8 @@ def main(cfg: Config):
         first, and how many of these groups were begun in earlier steps. In the last step, of all groups. Each rank
         looks at its own groups alone."""
         nonlocal flying
-        share = [len(range(r, num_wanted, world)) for r in range(world)]
         is_last = step + 1 == cfg.steps
-        more = lambda r: (share[r] + math.ceil(cfg.carry_over * share[r]) * (not is_last)
+        more = lambda r: (shares[r] + math.ceil(cfg.carry_over * shares[r]) * (not is_last)
                           - sum(g.rank == r for g in flying))
         num = sum(max(0, more(r)) for r in range(world))
         tasks = choose(train_tasks, -(-num // len(names)), solved, times_seen, cfg.priority_floor, order)
@@ -885,7 +887,7 @@ def main(cfg: Config):
                 for g in mine: g.futures = []
             for g in mine:
                 if not g.futures: begin_group(g)
-            while sum(g.has_ended() for g in mine) < (len(mine) if is_last else share[rank]):
+            while sum(g.has_ended() for g in mine) < (len(mine) if is_last else shares[rank]):
                 concurrent.futures.wait([f for g in mine for f in g.futures if not f.done()],
                                         return_when=concurrent.futures.FIRST_COMPLETED)
         alive(run, f"step-{step:04}")
@@ -954,7 +956,7 @@ def main(cfg: Config):
         if critic is not None and not saved: critic.model.model.load_state_dict(model.model.state_dict())
         if reference is not None and not saved: reference.load_state_dict(policy.state_dict())
         if is_cold and cfg.save_every: save(0)
-        me, num_wanted = psutil.Process(), cfg.tasks_per_step * len(names)     # groups
+        me = psutil.Process()
         first_step = cfg.value_warmup_steps if critic is not None else 0    # of the policy
         for step in range(first, cfg.steps):
             lap, times, jobs, rollouts, informative = time.time(), {}, [], [], []

@@ -1,13 +1,17 @@
 """train.py --carry_over: rollouts that outlive updates, on a tiny random model with a real engine and sandboxes."""
-import dataclasses
+import os
+import sys
 import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
+import torch
 
-from conftest import make_task
-from test_train import train
+from conftest import ROOT, make_task
+from test_proxy import ask, hand_over, trainer
+from test_train import alive, command, train
 import rollout
 import tree
 
@@ -94,6 +98,83 @@ def test_what_is_too_old_is_given_up(tiny, tasks, tmp_path):
     assert sum(r.get("outcome/stale", 0) for r in rl) == outcomes.count("stale") > 0
     assert len(found) == len(records) - outcomes.count("stale") and all(versions == [step] for _, step, versions in found)
     assert all(r["groups/unfinished"] == r["groups/carried"] == r.get("fidelity/older_tokens", 0) == 0 for r in rl)
+
+
+@pytest.mark.slow
+def test_two_ranks_carry_over(tiny, tasks, tmp_path):
+    """Would catch ranks that disagree about which groups have ended or who runs the next (one would wait for ever, or
+    train another batch), and a group that two ranks run."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    status, stderr, rows = train(tiny, tasks, tmp_path / "run", *FLAGS, "--steps=4", "--max_staleness=3",
+                                 launcher=launcher)
+    assert status == 0, stderr[-3000:]
+    found, records = trained(tmp_path / "run")
+    rl = [r for r in rows if r["phase"] == "rl"]
+    assert len(rl) == 4 and len(found) == len({path for path, _, _ in found}) == len(records)
+    assert sum(r["groups/num"] for r in rl) * 4 == len(found) and rl[-1]["groups/unfinished"] == 0
+    assert sum(r["groups/carried"] for r in rl) > 0
+    assert max(r["fidelity/gap_mean"] for r in rl if "fidelity/gap_mean" in r) < 1e-3
+
+
+@pytest.mark.slow
+def test_a_killed_run_takes_its_carried_rollouts_up_again(tiny, tasks, tmp_path):
+    """Would catch carried rollouts that a kill loses, or that sample again what the weights of before the kill had
+    said: killed right after the first state that knows of a carried group, the same command goes on."""
+    out, flags, marker = tmp_path / "run", (*FLAGS, "--steps=3", "--save_every=1", "--resume"), f"HRL_CARRY_{os.getpid()}"
+    with open(tmp_path / "stdout", "w") as f:
+        process = psutil.Popen(command(tiny, tasks, out, *flags), cwd=ROOT, stdout=f, stderr=f,
+                               env={**os.environ, marker: "1"})
+    saved, deadline = out / "saved" / "step-0001", time.monotonic() + 300
+    while not saved.exists() and process.is_running() and time.monotonic() < deadline: time.sleep(0.02)
+    process.kill()
+    process.wait(30)
+    assert saved.exists(), (tmp_path / "stdout").read_text()[-3000:]
+    while alive(marker) and time.monotonic() < deadline: time.sleep(0.1)
+    first = {path: tree.read(path) for path in (out / "rollouts/step-0000").glob("*.jsonl")}
+    cut = {path: r for path, r in first.items() if not r.outcome and r.calls}
+    assert len(cut) == 4, "the slow group is between its first command and its second call"
+    status, stderr, rows = train(tiny, tasks, out, *flags)
+    assert status == 0, stderr[-3000:]
+    found, records = trained(out)
+    assert len(found) == len({path for path, _, _ in found}) == len(records) and len(rows) == 6, rows
+    for path, before in cut.items():
+        after = tree.read(path)
+        assert after.outcome == "harness_error" and [v for c in after.calls for v, _ in c.versions][0] == 0
+        assert after.calls[0].sampled_ids == before.calls[0].sampled_ids and len(after.calls) == 2
+        assert after.calls[0].logp_rollout == before.calls[0].logp_rollout
+
+
+def test_a_call_over_an_update_is_each_version_s_own(real, connect, tiny):
+    """Would catch tokens sampled while the engine is held, a call that begins anew under the next weights, tokens that
+    carry the wrong version, and new tokens that look at keys of the old weights: held in the middle of a reply, with a
+    second call that arrives meanwhile; each version's tokens agree with its own weights, and with no others."""
+    session, other, version, old = connect(real), connect(real), real.engine.version, trainer(tiny)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        new = {n: p + 0.3 * torch.randn_like(p) * p.std() if p.dim() > 1 else p for n, p in old.named_parameters()}
+    first = threading.Thread(target=ask, args=(connect.client(session),), kwargs={"max_tokens": 900})
+    second = threading.Thread(target=ask, args=(connect.client(other),), kwargs={"max_tokens": 50})
+    sampled = lambda: session.seen[0].state.detokenizer.num_output_tokens() if session.seen and session.seen[0].state else 0
+    first.start()
+    while sampled() < 2: time.sleep(0.001)
+    real.sleep()
+    held = len(session.seen[0].state.detokenizer.output_token_ids)
+    second.start()
+    while not other.num_started: time.sleep(0.01)
+    time.sleep(1)
+    assert len(session.seen[0].state.detokenizer.output_token_ids) == held and not session.calls and not other.calls
+    shared = hand_over(real, new, version + 1)
+    first.join(120), second.join(120)
+    hand_over(real, dict(old.named_parameters()), version + 2), shared.clear()
+    call, = tree.read(session.record).calls
+    assert [v for v, _ in call.versions] == [version, version + 1] and len(call.sampled_ids) > 100
+    assert [v for c in tree.read(other.record).calls for v, _ in c.versions] == [version + 1]
+    t = tree.build(tree.read(session.record))
+    forest, engine, of = tree.pack(t.paths, t.trained), torch.tensor(t.logp_rollout[0]), torch.tensor(t.version[0])
+    with torch.no_grad():
+        by = [tree.logprobs(m, forest)[forest.where[0]] for m in (old, trainer(tiny, new))]
+    for v, own, wrong in ((version, *by), (version + 1, *by[::-1])):
+        assert (own - engine)[of == v].abs().max() < 0.01 < 0.05 < (wrong - engine)[of == v].abs().mean(), v
 
 
 def test_a_hold_costs_no_agent_its_time(scripted, tmp_path, bubblewrap):
