@@ -1,7 +1,7 @@
 """The benchmarks that the README quotes: each prints a table, or with --json one JSON object.
 
     python bench.py runs runs/seed0 runs/seed1 runs/seed2    # the headline, from the folders of runs of train.py
-    python bench.py tree | packing | sandbox | proxy | graft | weights
+    python bench.py tree | packing | sandbox | proxy | graft | weights | carry
 
 Ratios are within one process, medians of interleaved rounds. tree, packing: CPU seconds of one thread (packing on a
 GPU: seconds).
@@ -35,8 +35,12 @@ proxy: chat completions over unix sockets, by clients and prompt length: through
 graft: CPU time. session_growth: of a call (graft, record) of a session that grows to 120k tokens, the last 20 of 200
     over calls 21 to 40; text_growth: to compare a turn of 40,000 repeated marks, over 4 x that of 10,000 (1 = linear).
 weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
-    of a plain copy of the same bytes."""
-import argparse, asyncio, concurrent.futures, ctypes, json, math, os, subprocess, tempfile, time, uuid
+    of a plain copy of the same bytes.
+carry: train.py over the small random model, once without and once with --carry_over 0.5, in bubblewrap: --num (0 = 8)
+    steps of 4 groups of 4 rollouts of 2 calls; 1 task of 4 is slow, 4 s a command. ratio: seconds of the RL steps
+    (rollouts, update, weights) a trained group, with over without. older: share of the trained tokens that earlier
+    versions sampled; gap: mean abs(dlogp) of the current version's tokens, stale_gap of the others."""
+import argparse, asyncio, concurrent.futures, ctypes, json, math, os, subprocess, sys, tempfile, time, uuid
 from array import array
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -427,8 +431,43 @@ def bench_weights(args) -> dict:
             "copy_s": median(b for _, b in times), "gb": sum(t.nbytes for t in shared.values()) / 1e9}
 
 
+# What each of an agent's commands runs first (BASH_ENV); the second ends it: out of turns it would get no reward.
+FIRST = "if [ $0 = bash ]; then sleep {}; echo >> n; [ $(wc -l < n) = 1 ] || kill -9 $PPID; fi"
+CARRY = """--dtype float32 --max_model_len 256 --max_tokens 8 --tasks_per_step 4 --group_size 4 --num_parallel 24
+    --warmup_steps 0 --eval_tasks= --priority_floor 1 --lr 1e-3 --max_staleness 8 --save_every 0 --no_checkpoint
+    --no_save_tokens --sandbox bubblewrap --engine_args=--enforce-eager""".split()
+
+
+def bench_carry(args) -> dict:
+    rows, got = [], lambda name: [m[name] for m in steps if name in m]
+    with tempfile.TemporaryDirectory() as tmp:
+        for i in range(16):
+            for name, text in {"instruction.md": f"Write {i}.", "task.toml": "",
+                               "environment/Dockerfile": "FROM host\nWORKDIR /app\nCOPY first.sh /app/\n"
+                                                         "ENV BASH_ENV=/app/first.sh\n",
+                               "environment/first.sh": FIRST.format(0 if i % 4 else 4),
+                               "tests/test.sh": "mkdir -p /logs/verifier && "
+                                                "echo 0.$RANDOM > /logs/verifier/reward.txt\n"}.items():
+                (file := Path(tmp, "tasks", f"task-{i}", name)).parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+        model = random_model(f"{tmp}/model")
+        for share in (0., 0.5):
+            subprocess.run([sys.executable, Path(__file__).parent / "train.py", *CARRY, "--tasks", f"{tmp}/tasks",
+                            "--model", model, "--out", f"{tmp}/{share}", "--steps", str(args.num or 8),
+                            "--carry_over", str(share)], check=True, stdout=subprocess.DEVNULL)
+            steps = [m for m in map(json.loads, open(f"{tmp}/{share}/metrics.jsonl")) if m["phase"] == "rl"]
+            took = sum(m[f"time/{p}_s"] for m in steps for p in ("rollout", "train", "weights"))
+            rows.append({"carry_over": share, "groups": sum(got("groups/num")), "step_s": took / len(steps),
+                         "group_s": took / sum(got("groups/num")), "carried": sum(got("groups/carried")),
+                         "stale": sum(got("outcome/stale")),
+                         "older": sum(got("fidelity/older_tokens")) / sum(got("tokens/trained")),
+                         "gap": max(got("fidelity/gap_mean")),
+                         "stale_gap": mean(got("fidelity/stale_gap_mean") or [math.nan])})
+    return {"ratio": rows[1]["group_s"] / rows[0]["group_s"], "runs": rows}
+
+
 BENCHMARKS = {"runs": bench_runs, "tree": bench_tree, "packing": bench_packing, "sandbox": bench_sandbox,
-              "proxy": bench_proxy, "graft": bench_graft, "weights": bench_weights}
+              "proxy": bench_proxy, "graft": bench_graft, "weights": bench_weights, "carry": bench_carry}
 
 
 def show(x, name=""):
@@ -453,7 +492,8 @@ def parse(argv=None):
     p.add_argument("runs", nargs="*", metavar="RUN_DIR", help="runs: folders of train.py, of one configuration")
     p.add_argument("--scale", type=float, default=0.,
                    help="tree, packing, proxy: token counts times this (0 = 1; packing on a CPU 0.1)")
-    p.add_argument("--num", type=int, default=0, help="sandbox: rollouts (0 = 16); proxy: calls; weights: rounds")
+    p.add_argument("--num", type=int, default=0, help="sandbox: rollouts (0 = 16); proxy: calls; weights: rounds; "
+                                                           "carry: steps")
     p.add_argument("--clients", type=lambda text: [*map(int, text.split(","))], default=[1, 16, 64],
                    help="proxy: numbers of them, as 1,16,64")
     p.add_argument("--model", help="proxy: a Hugging Face folder or smollm2 in place of the small random model")

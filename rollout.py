@@ -372,10 +372,11 @@ class Runner:
         """Futures of the jobs' rollouts, begun in their order after all earlier ones; replays: of each, see `run`."""
         out.mkdir(parents=True, exist_ok=True)
         self.pool = self.pool or concurrent.futures.ThreadPoolExecutor(self.num_parallel + self.num_warm)
-        futures = [self.pool.submit(self.run, job, out, replay)
-                   for job, replay in zip(jobs, replays or [None] * len(jobs))]
-        self.futures = [future for future in self.futures if not future.done()] + futures
-        return futures
+        self.futures = [future for future in self.futures if not future.done()]
+        num_earlier = len(self.futures)
+        for job, replay in zip(jobs, replays or [None] * len(jobs)):
+            self.futures.append(self.pool.submit(self.run, job, out, replay))
+        return self.futures[num_earlier:]
 
     def hold(self):
         """Until `go_on` no sandbox, agent or verifier starts, and no agent's time limit comes nearer; with the engine

@@ -18,6 +18,11 @@
 5. Weights are float32, computed in `--dtype`; the engine gets them in `--dtype`.
 6. After a kill the run goes on from its last saved state; what was recorded since, by the same weights, is read, not
    sampled again.
+7. `--carry_over`: a step ends when its number of groups has; the others stay alive over the update. The engine keeps
+   their requests paused, new ones wait, clients get signs of life; then they go on under the new weights. Tokens carry
+   their version, the correction weighs them, the gate judges those of the current one. A group trains in the step in
+   which its last rollout has ended; one begun `--max_staleness` updates ago trains with what has ended by then, the
+   rest is `stale`. The last step waits for all. After a kill, recorded calls answer again while prompts are equal.
 Letters: R rollouts of a batch, N its trained tokens."""
 import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, importlib.metadata, importlib.util, \
     inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
@@ -231,6 +236,7 @@ class Group:
     born: int                            # version of the weights then
     rank: int                            # that runs it
     futures: list = dataclasses.field(default_factory=list)     # on that rank: of its rollouts, in the order of jobs
+    is_begun: bool = False               # by this process, no earlier one
 
     def has_ended(self): return all(f.done() for f in self.futures)
 
@@ -586,8 +592,8 @@ def main(cfg: Config):
     shares = [len(range(r, num_wanted, world)) for r in range(world)]                   # ... by rank with --carry_over
     num_flying = num_wanted + sum(math.ceil(cfg.carry_over * n) for n in shares)
     assert num_flying <= len(train_tasks) * len(names), (
-        f"--tasks_per_step {cfg.tasks_per_step} --carry_over {cfg.carry_over}: {num_flying} groups at once; {cfg.tasks} "
-        f"has only {len(train_tasks)} tasks")
+        f"--tasks_per_step {cfg.tasks_per_step} --carry_over {cfg.carry_over}: {num_flying} groups at once, and "
+        f"{cfg.tasks} has only {len(train_tasks)} tasks")
     eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
@@ -799,9 +805,9 @@ def main(cfg: Config):
         return m | {"train/lr": lr} | train_metrics(gather(sums, world), num_epochs, num_updates)
 
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
-    def recorded(record: Path, born: int):
-        """The rollout of a run given by --rollouts, or of this one before a kill, sampled by the weights from version
-        born on; None: to be run."""
+    def recorded(record: Path, oldest: int, newest: int):
+        """The rollout of a run given by --rollouts, or of this one before a kill, sampled by weights of these versions;
+        None: to be run."""
         if is_live and not record.exists(): return None
         try: r = tree.read(record)
         except FileNotFoundError:
@@ -812,7 +818,7 @@ def main(cfg: Config):
             return None                                     # killed while it wrote
         assert is_live or r.outcome, f"--rollouts: {record} has no end, the run was killed in this step; fewer --steps"
         versions = {v for c in r.calls for v, _ in c.versions}
-        is_mine = versions and versions <= {*range(born, version + 1)} and r.temperature == cfg.temperature
+        is_mine = versions and versions <= {*range(oldest, newest + 1)} and r.temperature == cfg.temperature
         return r if not is_live or is_mine and r.outcome not in (None, "infra_error", "stale") else None
 
     make_runner = lambda proxy: rollout.Runner(
@@ -825,7 +831,7 @@ def main(cfg: Config):
         source, mine = Path(cfg.rollouts or out) / "rollouts" / folder, jobs[rank::world]
 
         def run():
-            known = [recorded(rollout.record_path(source, job), version) for job in mine]
+            known = [recorded(rollout.record_path(source, job), version, version) for job in mine]
             missing = [job for job, r in zip(mine, known) if r is None]
             fresh = iter(make_runner(scripted or engine).run_all(missing, source, what, quiet=rank > 0)
                          if missing else ())
@@ -846,16 +852,18 @@ def main(cfg: Config):
         return done
 
     def begin_group(g: Group):
-        """On its rank. What this run's weights up to now have sampled of it before a kill or the engine's death is not
-        sampled again: whole rollouts are read, the calls of others answer while the harness asks the same."""
+        """On its rank. What was sampled of it before a kill, up to the saved version (later weights depended on which
+        groups had ended first), or before the engine's death is not sampled again: whole rollouts are read, the calls
+        of others answer while the harness asks the same."""
         records = [rollout.record_path(out / "rollouts" / g.folder, job) for job in g.jobs]
-        known = [recorded(record, g.born) for record in records]
+        newest, g.is_begun = version if g.is_begun else at.get("version", -1), True
+        known = [recorded(record, g.born, newest) for record in records]
 
         def calls(record):
             try: found = tree.read(record).calls
             except (OSError, ValueError): return None
             return [c for c in found if c.finish not in tree.UNTRAINED_FINISH and c.versions
-                    and g.born <= c.versions[0][0] and c.versions[-1][0] <= version] or None
+                    and g.born <= c.versions[0][0] and c.versions[-1][0] <= newest] or None
         missing = [i for i, r in enumerate(known) if r is None]
         fresh = iter(runner.begin([g.jobs[i] for i in missing], out / "rollouts" / g.folder,
                                   [calls(records[i]) for i in missing]))
