@@ -36,11 +36,11 @@ graft: CPU time. session_growth: of a call (graft, record) of a session that gro
     over calls 21 to 40; text_growth: to compare a turn of 40,000 repeated marks, over 4 x that of 10,000 (1 = linear).
 weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
     of a plain copy of the same bytes.
-carry: train.py over the small random model, once without and once with --carry_over 0.5, in bubblewrap: --num (0 = 8)
-    steps of 4 groups of 4 rollouts of 2 calls; 1 task of 4 is slow, 4 s a command. ratio: seconds of the RL steps
-    (rollouts, update, weights) a trained group, with over without. older: share of the trained tokens that earlier
-    versions sampled; gap: mean abs(dlogp) of the current version's tokens, stale_gap of the others."""
-import argparse, asyncio, concurrent.futures, ctypes, json, math, os, subprocess, sys, tempfile, time, uuid
+carry: --num (0 = 8) steps of 4 groups of 4 scripted rollouts through the `bash` harness, and an update of 1 s after
+    each; 1 rollout of 16, by chance, runs a command of 8 s, the others one of 0.5 s. ratio: seconds a trained group,
+    with train.py's --carry_over 0.5 (6 groups in flight) over those without; the last step waits for all. carried:
+    groups that outlived an update; most_updates: the most that one did."""
+import argparse, asyncio, concurrent.futures, ctypes, json, math, os, random, subprocess, tempfile, time, uuid
 from array import array
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -246,15 +246,19 @@ BARE = {"docker": "docker run --rm --network none -v {}:/tests:ro harness-rl/bas
                       "--symlink usr/lib64 /lib64 --proc /proc --dev /dev --tmpfs /logs --ro-bind {} /tests"}
 
 
+def write_task(folder: Path):
+    for name, text in {"instruction.md": "-", "task.toml": "",
+                       "environment/Dockerfile": "FROM harness-rl/base\nWORKDIR /app\n",
+                       "tests/test.sh": "mkdir -p /logs/verifier && echo 0 > /logs/verifier/reward.txt\n"}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def bench_sandbox(args) -> dict:
     num, rows, problems = args.num or 16, [], {kind: make.problem() for kind, make in sandbox.SANDBOXES.items()}
     assert None in problems.values(), f"neither kind of sandbox runs here: {problems}"
     with tempfile.TemporaryDirectory() as tmp:
-        for name, text in {"instruction.md": "-", "task.toml": "",
-                           "environment/Dockerfile": "FROM harness-rl/base\nWORKDIR /app\n",
-                           "tests/test.sh": "mkdir -p /logs/verifier && echo 0 > /logs/verifier/reward.txt\n"}.items():
-            Path(tmp, name).parent.mkdir(exist_ok=True)
-            Path(tmp, name).write_text(text)
+        write_task(Path(tmp))
         task = rollout.load_task(Path(tmp), "bench", {})
         for kind in (k for k, problem in problems.items() if not problem):
             runner, bare = rollout.Runner(None, kind, uuid.uuid4().hex[:12]), BARE[kind].format(f"{tmp}/tests").split()
@@ -431,38 +435,40 @@ def bench_weights(args) -> dict:
             "copy_s": median(b for _, b in times), "gb": sum(t.nbytes for t in shared.values()) / 1e9}
 
 
-# What each of an agent's commands runs first (BASH_ENV); the second ends it: out of turns it would get no reward.
-FIRST = "if [ $0 = bash ]; then sleep {}; echo >> n; [ $(wc -l < n) = 1 ] || kill -9 $PPID; fi"
-CARRY = """--dtype float32 --max_model_len 256 --max_tokens 8 --tasks_per_step 4 --group_size 4 --num_parallel 24
-    --warmup_steps 0 --eval_tasks= --priority_floor 1 --lr 1e-3 --max_staleness 8 --save_every 0 --no_checkpoint
-    --no_save_tokens --sandbox bubblewrap --engine_args=--enforce-eager""".split()
+def carry_steps(runner, task, out: Path, num_steps: int, share: float) -> dict:
+    """Steps as train.py's, with what it does to runner and engine around an update."""
+    chance, flying, num_begun, spans, begin = random.Random(0), [], 0, [], time.perf_counter()
+    for step in range(num_steps):
+        is_last = step + 1 == num_steps
+        while len(flying) < 4 + int(4 * share) * (not is_last):
+            jobs = [rollout.Job(task, "bash", 4 * num_begun + i, (f"sleep {8 if chance.random() < 1 / 16 else 0.5}",
+                                                                  "DONE")) for i in range(4)]
+            flying.append((step, runner.begin(jobs, out)))
+            num_begun += 1
+        has_ended = lambda group: all(f.done() for f in group[1])
+        while sum(map(has_ended, flying)) < (len(flying) if is_last else 4): time.sleep(0.02)
+        spans += [step - first for first, _ in filter(has_ended, flying)]
+        flying = [group for group in flying if not has_ended(group)]
+        runner.hold(), runner.proxy.sleep()
+        time.sleep(1)
+        runner.proxy.call(runner.proxy.engine.resume_generation()), runner.go_on()
+    took = time.perf_counter() - begin
+    assert all(tree.read(p).outcome == "ok" for p in out.glob("*.jsonl")), f"not all rollouts in {out} ended well"
+    return {"carry_over": share, "groups": len(spans), "group_s": took / len(spans), "step_s": took / num_steps,
+            "carried": sum(n > 0 for n in spans), "most_updates": max(spans)}
 
 
 def bench_carry(args) -> dict:
-    rows, got = [], lambda name: [m[name] for m in steps if name in m]
+    import proxy as boundary
+    kind = sandbox.choose("auto")
     with tempfile.TemporaryDirectory() as tmp:
-        for i in range(16):
-            for name, text in {"instruction.md": f"Write {i}.", "task.toml": "",
-                               "environment/Dockerfile": "FROM host\nWORKDIR /app\nCOPY first.sh /app/\n"
-                                                         "ENV BASH_ENV=/app/first.sh\n",
-                               "environment/first.sh": FIRST.format(0 if i % 4 else 4),
-                               "tests/test.sh": "mkdir -p /logs/verifier && "
-                                                "echo 0.$RANDOM > /logs/verifier/reward.txt\n"}.items():
-                (file := Path(tmp, "tasks", f"task-{i}", name)).parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text)
-        model = random_model(f"{tmp}/model")
-        for share in (0., 0.5):
-            subprocess.run([sys.executable, Path(__file__).parent / "train.py", *CARRY, "--tasks", f"{tmp}/tasks",
-                            "--model", model, "--out", f"{tmp}/{share}", "--steps", str(args.num or 8),
-                            "--carry_over", str(share)], check=True, stdout=subprocess.DEVNULL)
-            steps = [m for m in map(json.loads, open(f"{tmp}/{share}/metrics.jsonl")) if m["phase"] == "rl"]
-            took = sum(m[f"time/{p}_s"] for m in steps for p in ("rollout", "train", "weights"))
-            rows.append({"carry_over": share, "groups": sum(got("groups/num")), "step_s": took / len(steps),
-                         "group_s": took / sum(got("groups/num")), "carried": sum(got("groups/carried")),
-                         "stale": sum(got("outcome/stale")),
-                         "older": sum(got("fidelity/older_tokens")) / sum(got("tokens/trained")),
-                         "gap": max(got("fidelity/gap_mean")),
-                         "stale_gap": mean(got("fidelity/stale_gap_mean") or [math.nan])})
+        write_task(Path(tmp, "task"))
+        task, rows = rollout.load_task(Path(tmp, "task"), "bench", {}), []
+        with boundary.Proxy(random_model(f"{tmp}/model"), max_model_len=1024, engine="scripted") as proxy:
+            for share in (0., 0.5):
+                runner = rollout.Runner(proxy, kind, uuid.uuid4().hex[:12], num_parallel=24)
+                try: rows.append(carry_steps(runner, task, Path(tmp, str(share)), args.num or 8, share))
+                finally: runner.stop()
     return {"ratio": rows[1]["group_s"] / rows[0]["group_s"], "runs": rows}
 
 

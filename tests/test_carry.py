@@ -140,7 +140,7 @@ def test_a_killed_run_takes_its_carried_rollouts_up_again(tiny, tasks, tmp_path)
     status, stderr, rows = train(tiny, tasks, out, *flags)
     assert status == 0, stderr[-3000:]
     found, records = trained(out)
-    assert len(found) == len({path for path, _, _ in found}) == len(records) and len(rows) == 6, rows
+    assert len(found) == len({path for path, _, _ in found}) == len(records) and len(rows) == 4, rows
     for path, before in cut.items():
         after = tree.read(path)
         assert after.outcome == "harness_error" and [v for c in after.calls for v, _ in c.versions][0] == 0
