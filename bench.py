@@ -82,7 +82,8 @@ def bench_runs(args) -> dict:
     assert 0 < len(set(args.runs)) == len(args.runs) <= 10, (
         f"runs: name 1 to 10 different folders of runs of train.py, not {args.runs}")
     configs = [json.loads(Path(run, "config.json").read_text()) for run in args.runs]
-    differ = [k for k in configs[0] if k not in ("out", "seed", "wandb", "git", "versions")
+    apart = "out", "seed", "wandb", "git", "versions", "resume", "deadline_s", "keep_saved"
+    differ = [k for k in configs[0] if k not in apart
               and len({str(c.get(k)) for c in configs}) > 1]
     assert not differ, f"the runs differ in {', '.join(differ)}: give runs of one configuration at a time"
     rates, gains, jobs, steps, at = {}, {}, [], [], lambda row: row.get("time_s", row.get("time/total_s", math.nan))

@@ -160,9 +160,10 @@ def with_tails(messages: list, tails: dict, known: dict) -> list:
 def quotes(messages: list, call, earlier, reply) -> bool:
     """Does this later, shorter history hold an earlier reply outside the policy's own turns, in a message that the
     policy had not seen when it said so? Then the reply was a summary. All its longer lines must stand there: one of
-    them may well come back in what a command printed. reply: () -> text."""
+    them may well come back in what a command printed. reply: call -> text, None where its sampling failed."""
     if earlier.kind != "side" and (earlier.kind != "main" or len(messages) > len(earlier.outline)): return False
-    text = re.sub("</?summary>", "", reply().split("</analysis>")[-1]).strip()
+    if (text := reply(earlier)) is None: return False
+    text = re.sub("</?summary>", "", text.split("</analysis>")[-1]).strip()
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= 20]
     seen = {row[1] for row in earlier.outline}
     new = [(row[0], text_of(m)) for m, row in zip(messages, call.outline) if row[1] not in seen]
@@ -172,8 +173,8 @@ def quotes(messages: list, call, earlier, reply) -> bool:
 
 
 # words by which a harness asks for a summary of the history
-SUMMARISE = re.compile("CONTEXT CHECKPOINT COMPACTION|context summarization agent|component that summarizes|"
-                       "maintaining a context-aware state")
+SUMMARISE = re.compile("CONTEXT CHECKPOINT COMPACTION|context summarization a(?:gent|ssistant)|"
+                       "component that summarizes|maintaining a context-aware state")
 
 
 def asks_for_summary(text: str) -> bool:
@@ -188,13 +189,16 @@ def kind_of(call, session, messages: list) -> str:
                  the session's end (`Session.settle`), makes it a last word without tools, which is main
     subagent     its system prompt and its first user message are both new (digits apart, and not right after a
                  compaction), or are those of an earlier subagent call
-    compaction   later calls quote it (`quotes`)
+    compaction   later calls quote it (`quotes`), or it goes on from a call that asked for a summary and was cut off
     and before that what harnesses say of themselves: headers (subagent) and the words by which they ask."""
     who = lambda s: (s.opening(("system", "developer"), 2), s.opening(("user",), 2))
     roles = lambda s: [row[0] for row in s.outline]
     mains = [s for s in session.seen if s.kind == "main"]
     if call.is_labelled: return "subagent"
     if not mains: return "main"
+    if any(s.is_asked and call.outline[:len(s.outline)] == s.outline for s in session.seen):
+        call.is_asked = True
+        return "compaction"
     has_tools = any(s.num_tools for s in mains)
     if has_tools and not call.num_tools:
         asked = [text_of(m) for m in messages if role_of(m) in ("system", "developer")] + [text_of(messages[-1])]
@@ -212,6 +216,7 @@ def kind_of(call, session, messages: list) -> str:
     latest = next(s.kind for s in reversed(session.seen) if s.kind in ("main", "compaction"))
     if has_tools and is_new and latest == "main": return "subagent"
     call.is_asked = (role_of(messages[-1]) == "user" and "assistant" in roles(call)
+                     and latest == "main"                   # behind a compaction these words are a quotation
                      and asks_for_summary(text_of(messages[-1])))
     return "compaction" if call.is_asked else "main"
 
@@ -221,7 +226,7 @@ def cause_of(call, seen: list, cause: str):
     start = lambda s: [row[2] for row in itertools.takewhile(lambda row: row[0] != "assistant", s.outline)]
     alike = [s for s in seen if s.kind == call.kind and (call.kind != "subagent" or start(s) == start(call))]
     if call.kind in ("side", "compaction") or not alike and call.kind == "subagent":
-        return call.kind if call.continues is None else cause
+        return call.kind if call.continues is None or cause else None
     if not alike: return None                               # the first main call
     if call.kind == "main" and any(s.kind == "compaction" for s in seen[seen.index(alike[-1]):]) and cause:
         return "compaction"

@@ -18,15 +18,17 @@ experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); samplin
 heeded; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); broken
 tool calls that come back; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
 one, streamed or not, while an equal request beside a live one is another sample; a session's budget of calls and
-tokens; bodies over 64 MB, requests that do not end, connections without number and finished sessions are refused, what
-no engine was asked for is never told as a fault of ours; replay of a record; a scripted policy (`--engine scripted`)
-in place of the engine's forward pass only; weights handed over by handle; no admin route reachable from a session.
+tokens; over 64 MB of requests under way, requests that do not end, connections without number and finished sessions
+are refused; a failure before the engine is asked is the request's (4xx), not ours (5xx); replay of a record; a scripted
+policy (`--engine scripted`) in place of the engine's forward pass only; weights handed over by handle; no admin route
+reachable from a session.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
 import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
     secrets, select, shlex, shutil, signal, socket, tempfile, threading, time
 from array import array
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import graft, tree
@@ -47,6 +49,7 @@ SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-
 MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_CONNECTIONS = 64 * 2**20, 2**20, 128        # connections: of a session
 FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
 CACHE = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
+SMOLLM2 = CACHE / "smollm2-135m-instruct-tools"             # where resolve_model puts it
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
@@ -111,6 +114,7 @@ class Session:
     rows: dict = field(default_factory=dict)                # of the outlines (graft.outline)
     tools: dict = field(default_factory=dict)               # likewise of the tool lists
     is_ended: bool = False
+    body_bytes: int = 0                                     # of requests under way
     tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     address: object = None                                  # socket path or port
@@ -145,7 +149,7 @@ class Session:
     def has_final_answer(self) -> bool:
         """Was the last main reply whole and without a tool call, although tools were offered, and no error after it?"""
         last = next((s for s in reversed(self.seen) if s.kind == "main"), None)
-        return (self.refused is None and last is not None and last.num_tools > 0 == last.num_tool_calls
+        return (self.refused is None and last is not None and last.num_tools > 0 and last.num_tool_calls == 0
                 and any(c.id == last.id and c.finish == "stop" for c in self.calls))
 
     def problem(self) -> str:
@@ -168,6 +172,7 @@ class Session:
 # --- the recording engine ---------------------------------------------------------------------------------------------
 def make_recorder():
     """vLLM is imported late: `--help` and bad arguments answer at once."""
+    from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -188,7 +193,7 @@ def make_recorder():
                 session.orphans.remove(call.generation)
                 call.generation.expiry.cancel()
             else:
-                outputs = None if session.problem() else self.replayed(call)
+                old = None if session.problem() else self.replayed(call)
                 if (problem := session.problem()): raise ValueError(problem)
                 p = SamplingParams(**{name: getattr(asked, name) for name in HARNESS_CHOOSES})
                 p.temperature, p.output_kind = session.temperature, RequestOutputKind.DELTA
@@ -200,7 +205,7 @@ def make_recorder():
                 session.num_started += 1
                 session.seen.append(call)
                 session.running.add(task := asyncio.create_task(
-                    self.sample(call, prompt, p, request_id, kw, outputs)))
+                    self.sample(call, prompt, p, request_id, kw, old)))
                 task.add_done_callback(session.running.discard)
                 call.generation = Generation(task, call)
             yield await asyncio.shield(call.generation.task)
@@ -210,11 +215,12 @@ def make_recorder():
             state = self.output_processor.request_states.get(queue.request_id)
             if (call := CALL.get()) is not None and state is not None:
                 call.state = state
-                state.logprobs_processor.tokenizer = None   # else it makes each one's text: for a harness that asks, later
+                state.logprobs_processor.tokenizer = None   # else it makes each one's text: later, if asked
             return queue
 
-        async def sample(self, call, prompt, p, request_id, kw, outputs):
-            """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error)."""
+        async def sample(self, call, prompt, p, request_id, kw, old):
+            """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error). old: the
+            recorded call to answer with, or None."""
             session, routing = call.session, None
             ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "error"
 
@@ -227,13 +233,20 @@ def make_recorder():
             if (script := session.script) is not None:
                 p.extra_args = {"scripted": script(call) if callable(script) else script[call.id]}
             try:
-                if outputs is None: outputs = super().generate(prompt, p, request_id, **kw)
-                async for out in outputs:
+                if old is not None:
+                    first_s, ids, logp, versions = time.time(), list(old.sampled_ids), old.logp_rollout, old.versions
+                    finish, routing = old.finish, old.routing
+                    text = self.get_tokenizer().decode(ids, skip_special_tokens=True)
+                    logprobs = [{t: Logprob(x)} for t, x in zip(ids, logp)]
+                    return RequestOutput("replay", None, list(call.prompt_ids), None, [CompletionOutput(
+                        0, text, ids, None, logprobs, finish_reason=finish)], True)
+                async for out in super().generate(prompt, p, request_id, **kw):
                     first_s, c = first_s or time.time(), out.outputs[0]
                     take(c.token_ids, c.logprobs, c.weight_versions)
                     if answer is None: answer = out
                     else: answer.add(out, aggregate=True)
                     if out.finished: finish, routing = c.finish_reason, c.routed_experts
+                return answer
             except BaseException as e:
                 if isinstance(e, asyncio.CancelledError): finish = "abort"
                 if (s := call.state) is not None:           # with what vLLM has not handed out yet
@@ -241,33 +254,23 @@ def make_recorder():
                     take(s.detokenizer.output_token_ids, s.logprobs_processor.logprobs, s._weight_version_spans())
                 raise
             finally: session.put(call, ids, logp, finish, versions if ids else [], p, first_s, routing)
-            return answer
 
         def replayed(self, call):
-            """The recorded outputs of an equal prompt, or None: from then on the session is live."""
+            """The recorded call of an equal prompt, or None: from then on the session is live."""
             session = call.session
             if session.replay is None: return None
             ids = list(call.template_ids)
             old = next((c for c in session.replay if c.template_ids == ids), None)
-            if old is None:
-                nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, ids), default=None)
-                session.replay, session.diverged = None, f"call {session.num_started}: the record holds no more calls"
-                if nearest is None: return None
-                n = tree.lcp(nearest.template_ids, ids)
-                text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
-                session.diverged = (f"call {session.num_started}: token {n} of the prompt begins {text(ids)}, "
-                                    f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
-                return None
-            session.replay.remove(old)
-            text = self.get_tokenizer().decode(old.sampled_ids, skip_special_tokens=True)
-            logprobs = [{t: type("Logprob", (), {"logprob": x})} for t, x in zip(old.sampled_ids, old.logp_rollout)]
-            spans = [type("Span", (), {"version": v, "start": 0, "end": n}) for v, n in old.versions]
-            done = CompletionOutput(0, text, old.sampled_ids, None, logprobs, finish_reason=old.finish,
-                                    weight_versions=spans, routed_experts=old.routing)
-
-            async def outputs():
-                yield RequestOutput("replay", None, list(call.prompt_ids), None, [done], True)
-            return outputs()
+            if old is not None:
+                session.replay.remove(old)
+                return old
+            nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, ids), default=None)
+            session.replay, session.diverged = None, f"call {session.num_started}: the record holds no more calls"
+            if nearest is None: return None
+            n = tree.lcp(nearest.template_ids, ids)
+            text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
+            session.diverged = (f"call {session.num_started}: token {n} of the prompt begins {text(ids)}, "
+                                f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
 
     return Recorder
 
@@ -281,7 +284,7 @@ def whole(parser_cls):
     class Whole(parser_cls):
         def parse(self, *args, **kw):
             reasoning, content, calls = super().parse(*args, **kw)
-            CALL.get().num_tool_calls = len(calls or ())
+            CALL.get().generation.call.num_tool_calls = len(calls or ())
             return reasoning, content, calls
 
         def parse_delta(self, delta_text, delta_token_ids, request, prompt_token_ids=None, *, finished):
@@ -332,6 +335,14 @@ class ScriptedCore:
     def shutdown(self, timeout=None): pass
 
 
+def by_handle(tensors: dict) -> bytes:
+    """Name -> tensor in shared memory (`share_memory_`) or on a GPU, as handles of some hundred bytes each, for another
+    process of this machine. The tensors must outlive their use there. torch teaches this to ForkingPickler alone: a
+    plain pickle would carry the weights themselves."""
+    import torch.multiprocessing                            # teaches it
+    return bytes(ForkingPickler.dumps(list(tensors.items())))
+
+
 class WeightReceiver:
     """Runs in vLLM's worker: loads tensors that the trainer shares by handle (CUDA IPC on GPU, shared memory on
     CPU)."""
@@ -347,14 +358,13 @@ class WeightReceiver:
         threading.Thread(target=wait, daemon=True).start()
 
     def load_handles(self, blob: bytes) -> int:
-        handles = pickle.loads(blob)
-        self.model_runner.reload_weights(weights_iterator=((n, rebuild(*args)) for n, (rebuild, args) in handles),
-                                         is_checkpoint_format=True)
+        tensors = pickle.loads(blob)
+        self.reload_weights(weights_iterator=iter(tensors), is_checkpoint_format=True)
         # on CPU a head tied to the embeddings computes with a packed copy, which a reload does not renew
         for layer in self.model_runner.get_model().modules():
             if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
-        return len(handles)
+        return len(tensors)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -393,13 +403,20 @@ class Front:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect": return
-                    body += message.get("body", b"")
-                    if len(body) > MAX_BODY_BYTES:
-                        return await refuse(413, f"the request has over {MAX_BODY_BYTES} bytes")
+                    body += (part := message.get("body", b""))
+                    session.body_bytes += len(part)
+                    if session.body_bytes > MAX_BODY_BYTES:
+                        return await refuse(413, f"the requests under way have over {MAX_BODY_BYTES} bytes")
                     if not message.get("more_body"): break
-        except TimeoutError: return await refuse(408, f"the request was not whole after {self.proxy.read_s:g} s")
-        try: body, is_stream = mend(bytes(body))
-        except (ValueError, RecursionError) as e: return await refuse(400, f"the request is no JSON object: {e}")
+        except TimeoutError: await refuse(408, f"the request was not whole after {self.proxy.read_s:g} s")
+        else: await self.serve(session, path, scope, bytes(body), receive, send)
+        finally: session.body_bytes -= len(body)
+
+    async def serve(self, session, path, scope, body: bytes, receive, send):
+        """A whole request, answered."""
+        try: body, is_stream = mend(body)
+        except (ValueError, RecursionError) as e:
+            return await answer_error(send, path, 400, f"the request is no JSON object: {e}")
         call = Pending(session, time.time(), path.endswith("count_tokens"),
                        any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
         CALL.set(call)
@@ -448,6 +465,31 @@ def mend(body: bytes) -> tuple:
     request["model"] = "policy"                             # whatever name the harness knows it by
     # half an emoji, where a harness cut its text: no tokenizer takes that
     return json.dumps(request, ensure_ascii=False).encode(errors="replace"), request.get("stream") is True
+
+
+def own_sampling(request, call: Pending):
+    """What a harness may not decide: noted and taken off vLLM's request."""
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):      # clamped in `generate`, not refused
+        if getattr(request, name, None) is not None:
+            call.max_tokens = max(0, getattr(request, name))        # 0: what fits
+            setattr(request, name, None)
+    for name, value in (("n", 1), ("use_beam_search", False)):
+        if getattr(request, name, None): setattr(request, name, value)
+    choice = getattr(request, "tool_choice", None)
+    if choice not in (None, "none", "auto"):                # no grammar
+        request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
+
+
+def classify(call: Pending, messages: list, cause: str, reply):
+    """Kind and cause of a call about to be sampled, and what it tells of the kinds of earlier ones. reply: Pending ->
+    text, None where its sampling failed."""
+    session = call.session
+    call.kind = graft.kind_of(call, session, messages)
+    for s in session.seen:
+        if call.continues is not None and s.id == call.continues: session.settle(s)
+        if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
+            session.retype(s, "compaction")
+    call.cause = graft.cause_of(call, session.seen, cause)
 
 
 def bounded(protocol, proxy):
@@ -663,7 +705,7 @@ class Proxy:
         self.uvicorn.load()
         self.uvicorn.http_protocol_class = bounded(self.uvicorn.http_protocol_class, self)
         self.state = uvicorn.server.ServerState()
-        freeze_gc_heap()                                    # as vLLM's own launcher does: no pass over all that is loaded
+        freeze_gc_heap()                                    # as vLLM's launcher does: no pass over all that is loaded
 
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
@@ -672,16 +714,7 @@ class Proxy:
 
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
             call = CALL.get()
-            # clamped in `generate`, not refused
-            for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-                if getattr(request, name, None) is not None:
-                    call.max_tokens = max(0, getattr(request, name))    # 0: what fits
-                    setattr(request, name, None)
-            for name, value in (("n", 1), ("use_beam_search", False)):
-                if getattr(request, name, None): setattr(request, name, value)
-            choice = getattr(request, "tool_choice", None)
-            if choice not in (None, "none", "auto"):        # no grammar
-                request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
+            own_sampling(request, call)
             session = call.session
             if session.keep_tail: messages = graft.with_tails(messages, session.tails, session.rows)
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
@@ -705,14 +738,7 @@ class Proxy:
                 n = tree.lcp(call.prompt_ids, call.template_ids)        # to make lists of arrays takes longest of all
                 prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
-            call.kind = graft.kind_of(call, session, messages)
-            for s in session.seen:
-                if s.id == call.continues is not None: session.settle(s)
-            if call.continues is None and call.kind == "main":
-                for s in session.seen:
-                    if s.id in usable and graft.quotes(messages, call, s, lambda: decode(usable[s.id].sampled_ids)):
-                        session.retype(s, "compaction")
-            call.cause = graft.cause_of(call, session.seen, cause)
+            classify(call, messages, cause, lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None)
             return conversation, [prompt]
         return wrapped
 
@@ -775,13 +801,12 @@ class Proxy:
         self.call(self.engine.sleep(level=2, mode="keep") if self.is_asleep
                   else self.engine.pause_generation(mode="keep", clear_cache=False), 600)
 
-    def load_weights(self, handles: list, version: int):
-        """handles: [(name, (rebuild, args))] from torch.multiprocessing.reductions. Running calls are held over the
-        change, caches cleared."""
+    def load_weights(self, tensors: dict, version: int):
+        """name -> tensor that `by_handle` takes. Running calls are held over the change, caches cleared."""
         async def load():
             if self.is_asleep: await self.engine.wake_up(["weights"])
             else: await self.engine.pause_generation(mode="keep", clear_cache=True)
-            counts = await self.engine.collective_rpc("load_handles", args=(pickle.dumps(handles),))
+            counts = await self.engine.collective_rpc("load_handles", args=(by_handle(tensors),))
             assert await self.engine.reset_prefix_cache(), (
                 "the prefix cache could not be reset: keys of old weights would be reused")
             await self.engine.update_weight_version(str(version))
@@ -826,7 +851,7 @@ def resolve_model(name: str, max_model_len=0) -> str:
         if max_model_len > limit:
             raise ValueError(f"--max_model_len {max_model_len}: {name} has {limit} positions; give at most that")
         return name
-    folder = CACHE / "smollm2-135m-instruct-tools"
+    folder = SMOLLM2
     if (folder / "config.json").is_file(): return str(folder)
     import importlib.util, torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM

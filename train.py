@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.multiprocessing.reductions import reduce_tensor
 
 import algos, graft, rollout, sandbox, tree
 
@@ -80,7 +79,7 @@ class Config:
     # algorithm
     algo: str = "grpo"                   # grpo, gspo, cispo, reinforce, rloo, ppo (with a critic)
     tasks_per_step: int = 8              # groups a step are these times the number of harnesses
-    priority_floor: float = 0.25         # of a task: 1 - success rate of its category, at least this (1 = uniform)
+    priority_floor: float = 0.25         # of a category: 1 - its success rate, at least this (1 = all tasks alike)
     group_size: int = 8                  # rollouts a group
     max_resample: int = 0           # rounds of fresh groups in the place of those of equal rewards (0 = these stay)
     carry_over: float = 0.0   # groups in flight beyond a step's, as a share of these: the last outlive it (0 = none do)
@@ -164,7 +163,14 @@ def check(cfg: Config):
     assert not cfg.check_packing or cfg.dtype == "float32", (
         f"--check_packing with --dtype {cfg.dtype}: rounding hides what it looks for; give --dtype float32")
     assert not 0 < cfg.dual_clip <= 1, f"--dual_clip {cfg.dual_clip}: above 1, or 0 = off"
-    assert not cfg.dual_clip or cfg.algo in ("grpo", "gspo", "ppo"), f"--dual_clip {cfg.dual_clip}: {cfg.algo} has none"
+    clipped = ["grpo", "gspo", "ppo"]
+    readers = {"dual_clip": clipped, "clip_low clip_high": [*clipped, "cispo"], "baseline": ["reinforce"],
+               "std_norm leave_one_out": ["grpo", "gspo", "cispo"],
+               "value_lr value_warmup_steps value_clip gamma lam whiten": ["ppo"]}
+    for names, of in readers.items():
+        for name in names.split():
+            assert cfg.algo in of or getattr(cfg, name) == getattr(Config, name), (
+                f"--{name} {getattr(cfg, name)}: {cfg.algo} does not read it, only {', '.join(of)}")
     assert cfg.group_size > 1 or not cfg.steps or cfg.algo in ("ppo", "reinforce") and not cfg.max_resample, (
         "--group_size 1: no group would have rewards that differ")
     assert 0 <= cfg.carry_over <= 1, f"--carry_over {cfg.carry_over}: from 0 to 1"
@@ -413,9 +419,9 @@ def step_metrics(jobs: list, rollouts: list, rewards, names: list) -> dict:
 
 
 def choose(tasks: list, num: int, solved: dict, times_seen: Counter, floor: float, order: random.Random) -> list:
-    """num tasks without repetition, each drawn with weight 1 - s of its category ("prioritized sampling", Kimi k1.5,
-    2501.12599), but at least `floor`; in a category the task drawn least often. solved: category -> s, 0 where unknown.
-    Differs from the paper: s is a category's (a task without one is its own), since a short run meets few tasks twice.
+    """num tasks without repetition: a category each, drawn with weight 1 - s, but at least `floor` ("prioritized
+    sampling", Kimi k1.5, 2501.12599), and of it the task drawn least often. solved: category -> s, 0 where unknown.
+    Differs from the paper, which weighs tasks: a short run meets few of them twice (one without a category is its own).
     floor = 1: uniform over the tasks, every one once before any twice."""
     pool, chosen = {}, []
     for t in sorted(tasks, key=lambda t: t.id): pool.setdefault(t.category if floor < 1 else "", []).append(t)
@@ -521,15 +527,12 @@ def full_weights(model):
 
 
 def hand_over(engine, version: int, model, shared: dict, dtype):
-    """Weights into this rank's engine, through handles. shared: name -> tensor that the engine can open; filled at
-    first, overwritten later."""
-    handles = []
+    """Weights into this rank's engine, by handle. shared: name -> tensor that the engine can open; filled at first,
+    overwritten later."""
     for name, full in full_weights(model):
-        if name not in shared:
-            shared[name] = full.to(dtype) if full.is_cuda else full.to(dtype, copy=True).share_memory_()
-        else: shared[name].copy_(full)
-        handles.append((name, reduce_tensor(shared[name])))
-    engine.load_weights(handles, version)
+        if name in shared: shared[name].copy_(full)
+        else: shared[name] = full.to(dtype, copy=True).share_memory_()          # on a GPU it can be opened as it is
+    engine.load_weights(shared, version)
 
 
 def learnt(parts: list, like=None) -> dict:
@@ -695,6 +698,7 @@ def main(cfg: Config):
         """The weights into the engine, and its word for it: what it says at temperature 0 must be the trainer's argmax,
         or near it (rounding)."""
         if not is_live: return
+        if is_gpu: torch.cuda.empty_cache()                 # the engine, which wakes, needs what torch keeps for later
         hand_over(engine, version, model, shared, dtype)
         start = engine.tokenizer.encode("The engine and the trainer have the same weights:")
         path, num = start + engine.greedy(start, 8), len(start)
@@ -793,7 +797,7 @@ def main(cfg: Config):
                     grad_norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.grad_clip)
                     grad_norm = (grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm).item()
                     assert math.isfinite(grad_norm), (
-                        f"{name}gradient norm {grad_norm}: the weights are left as they were; see the last rollouts")
+                        f"{name}gradient norm {grad_norm}: no step is made with it; see the last rollouts")
                     m[f"train/{name}grad_norm"] = grad_norm
                 for _, _, its_opt in learners:              # when all are known to be finite
                     its_opt.step()
@@ -847,7 +851,7 @@ def main(cfg: Config):
             print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
             engine.close()
             engine = make_engine("vllm")
-            if shared: engine.load_weights([(name, reduce_tensor(t)) for name, t in shared.items()], version)
+            if shared: engine.load_weights(shared, version)
             done = run()
         return done
 
@@ -1031,6 +1035,7 @@ def main(cfg: Config):
     finally:
         if runner is not None: runner.stop()
         if engine is not None: engine.close()
+        if wandb is not None: wandb.finish()
         sandbox.reap(run_id)
 
 

@@ -261,13 +261,18 @@ def build(rollout, train_kinds=("main",), keep="all"):
     for c in calls:
         if c.cause is None: continue
         count, cost = forks.get(c.cause, (0, 0))
-        forks[c.cause] = count + 1, cost + min(len(c.prompt_ids), sizes.get(c.parent, 0)) - c.shared
+        forks[c.cause] = count + 1, cost + fork_cost(len(c.prompt_ids), sizes.get(c.parent, 0), c.shared)
     position, logp, version, call, first = zip(*columns) if columns else [()] * 5
     whole = lambda arrays: [a.astype(np.int64) for a in arrays]
     num_flat = sum(map(len, paths))
     return Tree(paths, whole(position), list(logp), whole(version), whole(call), [a.astype(bool) for a in first], forks,
                 left_out, num_flat - sum(dfs(paths)[1]), num_flat, sum(len(c.ids) for p in chains for c in p),
                 sum(map(len, position)), [p[0].routing for p in chains])
+
+
+def fork_cost(num_prompt, num_parent, shared):
+    """Tokens of a prompt that are computed again although the parent's ids reach as far."""
+    return min(num_prompt, num_parent) - shared
 
 
 def starts_any(keys, start):
@@ -575,12 +580,15 @@ def picture(calls):
     return list(draw(sorted(calls, key=lambda c: c.ids), 0, ""))
 
 
+def call_row(c):
+    return {"id": c.id, "kind": c.kind, "cause": c.cause, "parent": c.parent, "prompt": len(c.prompt_ids),
+            "shared": c.shared, "sampled": len(c.sampled_ids), "finish": c.finish, "mean_logp": mean_logp(c)}
+
+
 def explain(rollout, tree):
     """The rollout and its tree as one JSON-able dict."""
     head = {f.name: getattr(rollout, f.name) for f in fields(Rollout) if f.name != "calls"}
-    calls = [{"id": c.id, "kind": c.kind, "cause": c.cause, "parent": c.parent, "prompt": len(c.prompt_ids),
-              "shared": c.shared, "sampled": len(c.sampled_ids), "finish": c.finish, "mean_logp": mean_logp(c)}
-             for c in rollout.calls]
+    calls = [call_row(c) for c in rollout.calls]
     paths = [{"tokens": len(p), "trained": len(t), "calls": list(dict.fromkeys(c.tolist()))}
              for p, t, c in zip(tree.paths, tree.trained, tree.call)]
     keys = "forks", "left_out", "num_unique", "num_flat", "num_per_call", "num_trained"

@@ -85,7 +85,7 @@ class Record:
         prompt, sampled = line.shared + count(line.tail), count(line.sampled)
         if line.cause:
             num, tokens = row["forks"].get(line.cause, (0, 0))
-            cost = min(prompt, self.sizes.get(line.parent, 0)) - line.shared            # as in tree.build
+            cost = tree.fork_cost(prompt, self.sizes.get(line.parent, 0), line.shared)
             row["forks"], row["cost"] = row["forks"] | {line.cause: [num + 1, tokens + cost]}, row["cost"] + cost
         self.sizes[line.id] = prompt + sampled
         row["tokens"] = max(row["tokens"], prompt + sampled)
@@ -223,7 +223,7 @@ def load_tokenizer(model: str):
     from tokenizers import Tokenizer
     if model == "smollm2":
         import proxy
-        model = proxy.CACHE / "smollm2-135m-instruct"
+        model = proxy.SMOLLM2
     file = Path(model, "tokenizer.json")
     return Tokenizer.from_file(str(file)) if model and file.is_file() else None
 
@@ -284,11 +284,10 @@ class Viewer:
 
         def show(c):
             parent, n, column = by_id.get(c.parent), c.shared, columns.get(c.id)
-            return {"id": c.id, "kind": c.kind, "cause": c.cause, "parent": c.parent, "prompt": len(c.prompt_ids),
-                    "shared": n, "sampled": len(c.sampled_ids), "finish": c.finish, "trained": c.id in in_loss,
-                    "mean_logp": tree.mean_logp(c), "wait_s": c.received_s and c.received_s - record.started_s,
+            return {**tree.call_row(c), "trained": c.id in in_loss,
+                    "wait_s": c.received_s and c.received_s - record.started_s,
                     "took_s": c.finished_s and c.received_s and c.finished_s - c.received_s,
-                    "cost": min(len(c.prompt_ids), len(parent.ids)) - n if c.cause and parent else 0,
+                    "cost": tree.fork_cost(len(c.prompt_ids), len(parent.ids), n) if c.cause and parent else 0,
                     "fork": {"before": text(c.prompt_ids[max(0, n - 24):n]), "then": text(parent.ids[n:n + 48]),
                              "now": text(c.prompt_ids[n:n + 48])} if c.cause and parent else None,
                     "reply": text(c.sampled_ids[:200]), "adv": mean(column["adv"]) if column else None,

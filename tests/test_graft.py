@@ -166,7 +166,7 @@ def test_hostile_texts_end():
     for unit in "\n\n\n", "<tool_call>\n", " <think>", "</think> ", "<analysis>":
         text = unit * 20_000
         graft.meaning(text), graft.asks_for_summary(text), graft.compare("", text, "x</think>" + text)
-        graft.quotes([], row([]), row([("user", text)], kind="side"), lambda: text)
+        graft.quotes([], row([]), row([("user", text)], kind="side"), lambda _: text)
 
 
 def row(messages, kind="main", tools=3, id=0, **kw):
@@ -211,7 +211,7 @@ def test_what_is_a_summary():
     earlier = row(asked)
     def is_summary(messages, reply):
         call = row(messages)
-        return graft.quotes([{"role": r, "content": c} for r, c in messages], call, earlier, lambda: reply)
+        return graft.quotes([{"role": r, "content": c} for r, c in messages], call, earlier, lambda _: reply)
     assert not is_summary(asked[:2], line)                                          # it had always stood there
     assert not is_summary([asked[0], ("tool", f"$ {line}")], line)
     script = f"cat > a.sh <<'END_OF_FILE'\n{line}\nEND_OF_FILE"

@@ -378,7 +378,8 @@ def test_metrics_of_an_update_by_hand():
 
 
 @pytest.mark.parametrize("wrong", [
-    {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1}, {"lam": 1.5},
+    {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1},
+    {"lam": 1.5, "algo": "ppo"}, {"lam": 0.9}, {"clip_low": 0.1, "algo": "rloo"}, {"baseline": "none"},
     {"group_size": 1, "algo": "ppo", "max_resample": 1}, {"overlong_buffer": 5000}, {"max_resample": -1},
     {"loss_mean": "token", "algo": "gspo"}, {"baseline": "group"}, {"check_packing": True}])
 def test_flags_that_do_not_fit_are_refused(wrong, tmp_path):
@@ -515,7 +516,9 @@ def compare(got, want):
     assert [(r["phase"], r.get("step")) for r in got] == [(r["phase"], r.get("step")) for r in want]
     for g, w in zip(got, want):
         w = {k: v for k, v in w.items() if k != "tokens/unique"}            # depends on the cut into micro-batches
-        assert {k: g[k] for k in w} == {k: close(v, rel=1e-4, abs=1e-5) for k, v in w.items()}
+        # the greatest gap of all tokens shows where Adam, out of a rounding error, stepped the other way
+        assert {k: g[k] for k in w} == {
+            k: close(v, rel=1e-4, abs=1e-4 if k.endswith("_max") else 1e-5) for k, v in w.items()}
 
 
 def gradients(out, step):
