@@ -174,6 +174,8 @@ def check(cfg: Config):
     assert cfg.group_size > 1 or not cfg.steps or cfg.algo in ("ppo", "reinforce") and not cfg.max_resample, (
         "--group_size 1: no group would have rewards that differ")
     assert 0 <= cfg.carry_over <= 1, f"--carry_over {cfg.carry_over}: from 0 to 1"
+    assert cfg.carry_over or cfg.max_staleness == Config.max_staleness, (
+        f"--max_staleness {cfg.max_staleness}: without --carry_over no rollout outlives an update")
     assert not cfg.carry_over or not cfg.max_resample, (
         f"--carry_over {cfg.carry_over} with --max_resample {cfg.max_resample}: give one of them; a group that is "
         "still running cannot be told to be without variance")

@@ -378,6 +378,7 @@ def test_metrics_of_an_update_by_hand():
 
 
 @pytest.mark.parametrize("wrong", [
+    {"carry_over": 1.5}, {"carry_over": 0.5, "max_resample": 1}, {"max_staleness": 3},
     {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1},
     {"lam": 1.5, "algo": "ppo"}, {"lam": 0.9}, {"clip_low": 0.1, "algo": "rloo"}, {"baseline": "none"},
     {"group_size": 1, "algo": "ppo", "max_resample": 1}, {"overlong_buffer": 5000}, {"max_resample": -1},
