@@ -1,7 +1,7 @@
 """The benchmarks that the README quotes: each prints a table, or with --json one JSON object.
 
     python bench.py runs runs/seed0 runs/seed1 runs/seed2    # the headline, from the folders of runs of train.py
-    python bench.py tree | packing | sandbox | proxy | graft | weights
+    python bench.py tree | packing | sandbox | proxy | graft | weights | carry
 
 Ratios are within one process, medians of interleaved rounds. tree, packing: CPU seconds of one thread (packing on a
 GPU: seconds).
@@ -35,8 +35,12 @@ proxy: chat completions over unix sockets, by clients and prompt length: through
 graft: CPU time. session_growth: of a call (graft, record) of a session that grows to 120k tokens, the last 20 of 200
     over calls 21 to 40; text_growth: to compare a turn of 40,000 repeated marks, over 4 x that of 10,000 (1 = linear).
 weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
-    of a plain copy of the same bytes."""
-import argparse, asyncio, concurrent.futures, ctypes, json, math, os, subprocess, tempfile, time, uuid
+    of a plain copy of the same bytes.
+carry: --num (0 = 8) steps of 4 groups of 4 scripted rollouts through the `bash` harness, and an update of 1 s after
+    each; 1 rollout of 16, by chance, runs a command of 8 s, the others one of 0.5 s. ratio: seconds a trained group,
+    with train.py's --carry_over 0.5 (6 groups in flight) over those without; the last step waits for all. carried:
+    groups that outlived an update; most_updates: the most that one did."""
+import argparse, asyncio, concurrent.futures, ctypes, json, math, os, random, subprocess, tempfile, time, uuid
 from array import array
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -243,15 +247,19 @@ BARE = {"docker": "docker run --rm --network none -v {}:/tests:ro harness-rl/bas
                       "--symlink usr/lib64 /lib64 --proc /proc --dev /dev --tmpfs /logs --ro-bind {} /tests"}
 
 
+def write_task(folder: Path):
+    for name, text in {"instruction.md": "-", "task.toml": "",
+                       "environment/Dockerfile": "FROM harness-rl/base\nWORKDIR /app\n",
+                       "tests/test.sh": "mkdir -p /logs/verifier && echo 0 > /logs/verifier/reward.txt\n"}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def bench_sandbox(args) -> dict:
     num, rows, problems = args.num or 16, [], {kind: make.problem() for kind, make in sandbox.SANDBOXES.items()}
     assert None in problems.values(), f"neither kind of sandbox runs here: {problems}"
     with tempfile.TemporaryDirectory() as tmp:
-        for name, text in {"instruction.md": "-", "task.toml": "",
-                           "environment/Dockerfile": "FROM harness-rl/base\nWORKDIR /app\n",
-                           "tests/test.sh": "mkdir -p /logs/verifier && echo 0 > /logs/verifier/reward.txt\n"}.items():
-            Path(tmp, name).parent.mkdir(exist_ok=True)
-            Path(tmp, name).write_text(text)
+        write_task(Path(tmp))
         task = rollout.load_task(Path(tmp), "bench", {})
         for kind in (k for k, problem in problems.items() if not problem):
             runner, bare = rollout.Runner(None, kind, uuid.uuid4().hex[:12]), BARE[kind].format(f"{tmp}/tests").split()
@@ -428,8 +436,45 @@ def bench_weights(args) -> dict:
             "copy_s": median(b for _, b in times), "gb": sum(t.nbytes for t in shared.values()) / 1e9}
 
 
+def carry_steps(runner, task, out: Path, num_steps: int, share: float) -> dict:
+    """Steps as train.py's, with what it does to runner and engine around an update."""
+    chance, flying, num_begun, spans, begin = random.Random(0), [], 0, [], time.perf_counter()
+    for step in range(num_steps):
+        is_last = step + 1 == num_steps
+        while len(flying) < 4 + int(4 * share) * (not is_last):
+            jobs = [rollout.Job(task, "bash", 4 * num_begun + i, (f"sleep {8 if chance.random() < 1 / 16 else 0.5}",
+                                                                  "DONE")) for i in range(4)]
+            flying.append((step, runner.begin(jobs, out)))
+            num_begun += 1
+        has_ended = lambda group: all(f.done() for f in group[1])
+        while sum(map(has_ended, flying)) < (len(flying) if is_last else 4): time.sleep(0.02)
+        spans += [step - first for first, _ in filter(has_ended, flying)]
+        flying = [group for group in flying if not has_ended(group)]
+        runner.hold(), runner.proxy.sleep()
+        time.sleep(1)
+        runner.proxy.call(runner.proxy.engine.resume_generation()), runner.go_on()
+    took = time.perf_counter() - begin
+    assert all(tree.read(p).outcome == "ok" for p in out.glob("*.jsonl")), f"not all rollouts in {out} ended well"
+    return {"carry_over": share, "groups": len(spans), "group_s": took / len(spans), "step_s": took / num_steps,
+            "carried": sum(n > 0 for n in spans), "most_updates": max(spans)}
+
+
+def bench_carry(args) -> dict:
+    import proxy as boundary
+    kind = sandbox.choose("auto")
+    with tempfile.TemporaryDirectory() as tmp:
+        write_task(Path(tmp, "task"))
+        task, rows = rollout.load_task(Path(tmp, "task"), "bench", {}), []
+        with boundary.Proxy(random_model(f"{tmp}/model"), max_model_len=1024, engine="scripted") as proxy:
+            for share in (0., 0.5):
+                runner = rollout.Runner(proxy, kind, uuid.uuid4().hex[:12], num_parallel=24)
+                try: rows.append(carry_steps(runner, task, Path(tmp, str(share)), args.num or 8, share))
+                finally: runner.stop()
+    return {"ratio": rows[1]["group_s"] / rows[0]["group_s"], "runs": rows}
+
+
 BENCHMARKS = {"runs": bench_runs, "tree": bench_tree, "packing": bench_packing, "sandbox": bench_sandbox,
-              "proxy": bench_proxy, "graft": bench_graft, "weights": bench_weights}
+              "proxy": bench_proxy, "graft": bench_graft, "weights": bench_weights, "carry": bench_carry}
 
 
 def show(x, name=""):
@@ -454,7 +499,8 @@ def parse(argv=None):
     p.add_argument("runs", nargs="*", metavar="RUN_DIR", help="runs: folders of train.py, of one configuration")
     p.add_argument("--scale", type=float, default=0.,
                    help="tree, packing, proxy: token counts times this (0 = 1; packing on a CPU 0.1)")
-    p.add_argument("--num", type=int, default=0, help="sandbox: rollouts (0 = 16); proxy: calls; weights: rounds")
+    p.add_argument("--num", type=int, default=0, help="sandbox: rollouts (0 = 16); proxy: calls; weights: rounds; "
+                                                           "carry: steps")
     p.add_argument("--clients", type=lambda text: [*map(int, text.split(","))], default=[1, 16, 64],
                    help="proxy: numbers of them, as 1,16,64")
     p.add_argument("--model", help="proxy: a Hugging Face folder or smollm2 in place of the small random model")

@@ -306,7 +306,8 @@ class ScriptedCore:
     def __init__(self, vllm_config):
         self.config, self.outputs, self.resources = (
             vllm_config, asyncio.Queue(), type("Resources", (), {"engine_dead": False}))
-        self.tokenizer = None
+        self.tokenizer, self.is_going = None, asyncio.Event()
+        self.is_going.set()
 
     @classmethod
     def make_async_mp_client(cls, vllm_config, **_): return cls(vllm_config)
@@ -322,7 +323,13 @@ class ScriptedCore:
         out = EngineCoreOutput(request.request_id, ids[:p.max_tokens], finish_reason=finish)
         self.outputs.put_nowait(EngineCoreOutputs(outputs=[out], timestamp=time.monotonic()))
 
-    async def get_output_async(self): return await self.outputs.get()
+    async def get_output_async(self):
+        outputs = await self.outputs.get()
+        await self.is_going.wait()
+        return outputs
+
+    async def pause_scheduler_async(self, **_): self.is_going.clear()
+    async def resume_scheduler_async(self): self.is_going.set()
     async def get_supported_tasks_async(self): return ("generate",)
     async def abort_requests_async(self, ids): pass
     def shutdown(self, timeout=None): pass
@@ -788,9 +795,11 @@ class Proxy:
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)
 
     def sleep(self):
-        """GPU: gives back the memory of weights and KV cache until `load_weights`; running calls stay. Not run."""
-        self.is_asleep = True
-        self.call(self.engine.sleep(level=2, mode="keep"), 600)
+        """Until `load_weights` nothing is sampled: running calls stay, new ones wait, clients get signs of life. With
+        --enable-sleep-mode (GPU, not run) the memory of weights and KV cache is given back, too."""
+        self.is_asleep = self.engine.model_config.enable_sleep_mode
+        self.call(self.engine.sleep(level=2, mode="keep") if self.is_asleep
+                  else self.engine.pause_generation(mode="keep", clear_cache=False), 600)
 
     def load_weights(self, tensors: dict, version: int):
         """name -> tensor that `by_handle` takes. Running calls are held over the change, caches cleared."""

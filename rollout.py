@@ -27,6 +27,7 @@ Outcomes, and what becomes of the reward:
     verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics
     infra_error    sandbox, image or disk failed                     none
     no_calls       the harness never reached the model               none, and a warning
+    stale          it outlived `train.py --max_staleness`            none
 Tasks are in Harbor's format: instruction.md, task.toml (both schemas), environment/Dockerfile or docker_image,
 tests/test.sh -> /logs/verifier/reward.txt (a number) or reward.json (numbers by name), solution/solve.sh. A task that
 does not ask for internet access has none, though Harbor's default is the opposite. Refused by name: compose files,
@@ -35,7 +36,7 @@ In reward.json "call_N" is, for as many N as wanted, what call N is paid beside 
 --call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too: for the verifier
 /logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that there is not or a
 value that is no finite number is a verifier_error. Overlong rollouts are paid for no call; oracle and nop have none."""
-import argparse, concurrent.futures, contextlib, functools, hashlib, json, math, multiprocessing, os, re, signal, sys, \
+import argparse, concurrent.futures, contextlib, functools, hashlib, json, math, multiprocessing, os, re, shlex, signal, sys, \
     tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -231,6 +232,9 @@ class Runner:
         self.temperature, self.options, self.verify, self.off = temperature, options, verify, frozenset(off)
         self.num_warm, self.turns, self.reward_weights = num_warm, threading.Semaphore(num_parallel), reward_weights
         self.is_stopping, self.boxes, self.without_git = threading.Event(), [], set()
+        self.pool, self.futures, self.is_going, self.held = None, [], threading.Event(), (None, 0.)
+        self.agents, self.stale = {}, set()             # log -> sandbox in which an agent runs; logs of those given up
+        self.is_going.set()
 
     def modes(self, job: Job) -> tuple:
         """The verify modes to try until one gives reward 1."""
@@ -239,8 +243,9 @@ class Runner:
         file = job.task.mode_file(self.kind)
         return (file.read_text() if file.exists() else "strict",)
 
-    def run(self, job: Job, out: Path) -> tree.Rollout:
-        """One rollout, whatever becomes of it: the fault boundary. -> as read back from its record."""
+    def run(self, job: Job, out: Path, replay=None) -> tree.Rollout:
+        """One rollout, whatever becomes of it: the fault boundary. -> as read back from its record. replay: recorded
+        calls that answer while prompts are equal."""
         record = record_path(out, job)
         log = record.with_suffix(".log")
         log.unlink(missing_ok=True)
@@ -252,7 +257,7 @@ class Runner:
                 else:
                     script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
                     session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
-                                                      script=script, **self.options)
+                                                      script=script, replay=replay, **self.options)
                     stack.callback(self.proxy.close_session, session)
                 modes, found = self.modes(job), {}
                 for mode in modes:
@@ -287,17 +292,18 @@ class Runner:
         box = sandbox.SANDBOXES[self.kind](env or job.task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits,
                                            **kw)
         self.boxes.append(box)
+        self.is_going.wait()
         if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
         return box
 
     def agent_and_verify(self, job: Job, mode: str, session, log: Path, seconds: dict) -> dict:
         """-> outcome, reward, detail and what else the record's end tells; fills seconds by stage."""
-        task, lap = job.task, time.perf_counter()
+        task, lap = job.task, self.clock()
         harness = harnesses.load(job.harness) if session else None
 
         def took(stage):
             nonlocal lap
-            seconds[stage], lap = round(time.perf_counter() - lap, 4), time.perf_counter()
+            seconds[stage], lap = round(self.clock() - lap, 4), self.clock()
 
         with self.make(job, "agent", memory_mb=harness.memory_mb if harness else 0,
                        runtimes=harness.mounts() if harness else {},
@@ -309,8 +315,10 @@ class Runner:
                         "the image has no WORKDIR, so no workspace to carry over: give it one, or say --verify compat"}
             took("start")
             stack.enter_context(self.turns)
-            lap = time.perf_counter()
+            self.is_going.wait()
+            lap = self.clock()
             result = self.run_agent(job, harness, session, box, log)
+            if result is None: return {"outcome": "stale", "reward": None, "detail": "sampled by weights too old"}
             outcome, more = outcome_of(result, harness, session), {"exit_code": result.exit_code}
             took("agent")
             box.freeze()                                    # from here on nothing that the agent started runs
@@ -335,7 +343,7 @@ class Runner:
         return {"outcome": outcome, "reward": reward, "call_rewards": call_rewards, "detail": detail} | more
 
     def run_agent(self, job: Job, harness, session, box, log: Path):
-        """The agent, to its end and that of its session -> sandbox.Result"""
+        """The agent, to its end and that of its session -> sandbox.Result, or None: it was given up."""
         task = job.task
         if job.harness == "oracle":
             box.put(task.path / "solution", "/solution")
@@ -349,10 +357,17 @@ class Runner:
         timer = threading.Timer(SPENT_S, box.kill)
         timer.daemon = True
         if session: session.when_spent = timer.start
-        try: result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log, user=task.users.get("agent", ""))
-        finally: timer.cancel()
+        self.agents[log] = box
+        try:
+            if log not in self.stale:
+                result = box.exec(argv, env=env, timeout_s=task.agent_timeout_s, log=log, clock=self.clock,
+                                  user=task.users.get("agent", ""))
+        finally:
+            del self.agents[log]
+            timer.cancel()
         if timer.is_alive(): timer.join()
         if session: self.proxy.end_session(session)
+        if log in self.stale: return None
         if session and self.proxy.engine.errored:
             raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
         return result
@@ -380,25 +395,62 @@ class Runner:
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
         """Rollouts of all jobs, in their order; a progress bar. Ctrl-C or a fault ends what runs, sandboxes first."""
-        out.mkdir(parents=True, exist_ok=True)
-        pool = concurrent.futures.ThreadPoolExecutor(self.num_parallel + self.num_warm)
-        futures = []
         try:
-            for job in jobs: futures.append(pool.submit(self.run, job, out))
+            futures = self.begin(jobs, out)
             bar = tqdm(concurrent.futures.as_completed(futures), total=len(jobs), desc=what, disable=quiet or None,
                        leave=False)
             for future in bar: future.result()
             return [future.result() for future in futures]
-        except BaseException:
-            self.is_stopping.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            while not all(future.done() for future in futures):     # one that had just been made may start after a stop
+        finally: self.stop()
+
+    # --- rollouts that may outlive an update of the weights (train.py --carry_over)
+    def begin(self, jobs: list, out: Path, replays=None) -> list:
+        """Futures of the jobs' rollouts, begun in their order after all earlier ones; replays: of each, see `run`."""
+        out.mkdir(parents=True, exist_ok=True)
+        self.pool = self.pool or concurrent.futures.ThreadPoolExecutor(self.num_parallel + self.num_warm)
+        self.futures = [future for future in self.futures if not future.done()]
+        num_earlier = len(self.futures)
+        for job, replay in zip(jobs, replays or [None] * len(jobs)):
+            self.futures.append(self.pool.submit(self.run, job, out, replay))
+        return self.futures[num_earlier:]
+
+    def hold(self):
+        """Until `go_on` no sandbox, agent or verifier starts, and no agent's time limit comes nearer; with the engine
+        asleep, an agent goes on to its next call. None is frozen: clocks inside would run on, and each command that a
+        harness had timed would be over its limit at the thaw."""
+        self.is_going.clear()
+        self.held = time.monotonic(), self.held[1]
+
+    def go_on(self):
+        begin, held_s = self.held
+        self.held = None, held_s + time.monotonic() - begin
+        self.is_going.set()
+
+    def clock(self) -> float:
+        """Seconds, without those of holds."""
+        begin, held_s = self.held
+        return (begin or time.monotonic()) - held_s
+
+    def give_up(self, jobs: list, out: Path, futures: list):
+        """These rollouts end now, as `stale` where their agents had not ended."""
+        logs = {record_path(out, job).with_suffix(".log") for job in jobs}
+        self.stale |= logs
+        while concurrent.futures.wait(futures, 0.2).not_done:
+            for box in filter(None, map(self.agents.get, logs)):
+                with contextlib.suppress(sandbox.SandboxError): box.kill()
+
+    def stop(self):
+        """Ends what runs, sandboxes first; its records stay without an end. Nothing where all rollouts have ended."""
+        if any(not future.done() for future in self.futures):
+            self.is_stopping.set(), self.is_going.set()
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in self.futures):    # one just made may start after a stop
                 for box in self.boxes:
                     with contextlib.suppress(sandbox.SandboxError): box.stop()
                 time.sleep(0.05)
             sandbox.reap(self.run_id)
-            raise
-        finally: pool.shutdown()
+        if self.pool: self.pool.shutdown()
+        self.pool = None
 
 
 def outcome_of(result, harness, session) -> str:
@@ -574,7 +626,8 @@ def command(main, args):
     signal.signal(signal.SIGTERM, terminate)
     try: status = main(args) or 0
     except (ValueError, OSError, AssertionError, sandbox.SandboxError) as e:
-        if os.environ.get("HARNESS_RL_TRACE"): raise
+        where = traceback.extract_tb(e.__traceback__)[-1].filename
+        if "/lib/python" in where and not isinstance(e, OSError): traceback.print_exc()     # no check of ours
         print(f"error: {e or type(e).__name__}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
@@ -630,6 +683,7 @@ def parse(argv=None):
     p.add_argument("--max_rollout_tokens", type=int, default=0, help="sampled tokens of a rollout (0 = no limit)")
     p.add_argument("--graft", choices=graft.GRAFTS, default="canonical")
     p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
+    p.add_argument("--engine_args", default="", help="further arguments of `vllm serve`, separated by spaces")
     if (sys.argv[1:] if argv is None else argv)[:1] == ["compare"]:
         p = argparse.ArgumentParser(description="pass@k of two folders, paired by task: difference, interval, p.")
         p.add_argument("compare")
@@ -701,7 +755,8 @@ def main(args):
         if set(names) - set(WITHOUT_MODEL):
             import proxy as boundary
             model = boundary.resolve_model(args.model, args.max_model_len)
-            proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft)
+            proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft,
+                                   engine_args=shlex.split(args.engine_args))
         runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, num_parallel=args.num_parallel,
                         num_warm=args.num_warm, verify=args.verify, off=args.off, reward_weights=args.reward_weights,
                         temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,

@@ -233,16 +233,16 @@ class Sandbox:
             self.stop()
             raise
 
-    def exec(self, argv, *, env=None, cwd=None, timeout_s=None, log=None, user=""):
+    def exec(self, argv, *, env=None, cwd=None, timeout_s=None, log=None, user="", clock=time.monotonic):
         """Run a command to its end. At the time limit, or past the disk limit, every process in the sandbox is killed;
-        its files stay. `user`: Docker only."""
-        ended, reason, deadline = threading.Event(), [], time.monotonic() + (timeout_s or threading.TIMEOUT_MAX)
+        its files stay. `user`: Docker only. `clock`: by which the time limit goes; it may stand still."""
+        ended, reason, deadline = threading.Event(), [], clock() + (timeout_s or threading.TIMEOUT_MAX)
 
         def watch():
             pause_s = 2
-            while not ended.wait(max(0, min(pause_s, deadline - time.monotonic()))):
+            while not ended.wait(max(0.01, min(pause_s, deadline - clock()))):
                 begin = time.monotonic()
-                if limit := self._exceeded(deadline):
+                if limit := "time" if clock() >= deadline else self._exceeded():
                     reason.append(limit)
                     with contextlib.suppress(SandboxError):   # then the exec fails by itself
                         self.kill()
@@ -265,9 +265,8 @@ class Sandbox:
             return Result(137, reason == ["time"], output, reason == ["disk"])
         return Result(128 - code if code < 0 else code, False, output)
 
-    def _exceeded(self, deadline):
-        """The limit that is passed: time, disk or None."""
-        if time.monotonic() >= deadline: return "time"
+    def _exceeded(self):
+        """The limit that is passed, looked at from outside: disk or None."""
         if self._host_mb() < DISK_RESERVE_MB or self._used_bytes() > self.disk_mb << 20: return "disk"
 
     def _place(self):

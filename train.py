@@ -18,9 +18,14 @@
 5. Weights are float32, computed in `--dtype`; the engine gets them in `--dtype`.
 6. After a kill the run goes on from its last saved state; what was recorded since, by the same weights, is read, not
    sampled again.
+7. `--carry_over`: a step ends when its number of groups has; the others stay alive over the update. The engine keeps
+   their requests paused, new ones wait, clients get signs of life; then they go on under the new weights. Tokens carry
+   their version, the correction weighs them, the gate judges those of the current one. A group trains in the step in
+   which its last rollout has ended; one begun `--max_staleness` updates ago trains with what has ended by then, the
+   rest is `stale`. The last step waits for all. After a kill, recorded calls answer again while prompts are equal.
 Letters: R rollouts of a batch, N its trained tokens."""
-import argparse, contextlib, dataclasses, datetime, functools, importlib.metadata, importlib.util, inspect, json, \
-    math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
+import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, importlib.metadata, importlib.util, \
+    inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +82,8 @@ class Config:
     priority_floor: float = 0.25         # of a category: 1 - its success rate, at least this (1 = all tasks alike)
     group_size: int = 8                  # rollouts a group
     max_resample: int = 0           # rounds of fresh groups in the place of those of equal rewards (0 = these stay)
+    carry_over: float = 0.0   # groups in flight beyond a step's, as a share of these: the last outlive it (0 = none do)
+    max_staleness: int = 2               # updates that a rollout may outlive, then it is given up
     lr: float = 2e-5                     # learning rate of RL (0 = canary: nothing may drift)
     lr_warmup_steps: int = 2             # linear rise of the learning rate, RL steps
     weight_decay: float = 0.0
@@ -166,9 +173,17 @@ def check(cfg: Config):
                 f"--{name} {getattr(cfg, name)}: {cfg.algo} does not read it, only {', '.join(of)}")
     assert cfg.group_size > 1 or not cfg.steps or cfg.algo in ("ppo", "reinforce") and not cfg.max_resample, (
         "--group_size 1: no group would have rewards that differ")
+    assert 0 <= cfg.carry_over <= 1, f"--carry_over {cfg.carry_over}: from 0 to 1"
+    assert cfg.carry_over or cfg.max_staleness == Config.max_staleness, (
+        f"--max_staleness {cfg.max_staleness}: without --carry_over no rollout outlives an update")
+    assert not cfg.carry_over or not cfg.max_resample, (
+        f"--carry_over {cfg.carry_over} with --max_resample {cfg.max_resample}: give one of them; a group that is "
+        "still running cannot be told to be without variance")
+    assert not cfg.carry_over or not cfg.rollouts, (
+        f"--carry_over {cfg.carry_over} with --rollouts: which step a carried group was trained in is not on record")
     assert cfg.overlong_buffer <= cfg.max_model_len, f"--overlong_buffer {cfg.overlong_buffer}: at most max_model_len"
     for name in ("max_tokens", "max_resample", "max_leaves", "max_logp_gap", "loss_constant", "overlong_buffer",
-                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip", "save_every"):
+                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip", "save_every", "max_staleness"):
         assert getattr(cfg, name) >= 0, f"--{name} {getattr(cfg, name)}: at least 0"
     for name in ("gamma", "lam"): assert 0 <= getattr(cfg, name) <= 1, f"--{name} {getattr(cfg, name)}: from 0 to 1"
     sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
@@ -219,6 +234,19 @@ class Critic(torch.nn.Module):
     def forward(self, forest):
         h, head = tree.hidden_states(self.model, forest)[forest.src], self.model.lm_head
         return h.float() @ head.weight[0].float() + head.bias.float()      # (N,) float32
+
+
+@dataclass(eq=False)
+class Group:
+    """--carry_over: the rollouts of a (task, harness) pair, from their start to the step that trains them."""
+    jobs: list
+    folder: str                          # of its records, named by the step that began it
+    born: int                            # version of the weights then
+    rank: int                            # that runs it
+    futures: list = dataclasses.field(default_factory=list)     # on that rank: of its rollouts, in the order of jobs
+    is_begun: bool = False               # by this process, no earlier one
+
+    def has_ended(self): return all(f.done() for f in self.futures)
 
 
 @dataclass
@@ -340,6 +368,58 @@ def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Conf
     return adv[of_token], None
 
 
+def policy_loss(logp, t: dict, denom: float, cfg: Config, is_supervised: bool) -> tuple:
+    """Of a micro-batch's tokens: logp (n,) now; t: name -> (n,) norm, rollout, adv, logp_rollout and, as before the
+    update, logp and ref. -> loss, sums over the tokens. Supervised: the mean of -logp."""
+    if is_supervised: return -(t["norm"] * logp).sum() / denom, {"nll": -logp.detach().sum()}
+    weight = math.prod(algos.correction(t["logp"], t["logp_rollout"], k, cfg.correction_cap,
+                                        rollout=t["rollout"] if cfg.algo == "gspo" or k == "geometric" else None)
+                       for k in cfg.correction.split("+"))
+    clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
+    loss, s = algos.LOSSES[cfg.algo](logp, t["logp"], t["adv"], weight, t["norm"], t["rollout"], denom,
+                                     dual_clip=cfg.dual_clip, **clips)
+    if cfg.kl_reward or cfg.kl_loss:                        # there is a reference
+        kl, more = algos.kl_loss(logp, t["ref"], weight, t["norm"], denom)
+        loss, s = loss + cfg.kl_loss * kl, s | more
+    return loss, s
+
+
+def train_metrics(sums: list, num_epochs: int, num_updates: int) -> dict:
+    """sums: each rank's, over all micro-batches of all epochs -> token means, but for losses: means over updates."""
+    totals = Counter()
+    for s in sums: totals.update(s)
+    m = {"tokens/unique": totals["unique"] / num_epochs}
+    m |= {f"train/{k}": totals[k] / num_updates for k in ("loss", "value_loss") if k in totals}
+    m |= {f"train/{k}": v / totals["tokens"] for k, v in totals.items() if k not in (
+        "loss", "value_loss", "unique", "tokens", "weight_sq", "value_tokens", "return_sq", "rest", "rest_sq")}
+    if "weight" in totals: m["train/ess"] = totals["weight"]**2 / max(totals["weight_sq"] * totals["tokens"], 1e-9)
+    if "value_loss" in totals: m["train/explained_variance"] = algos.explained_variance(totals)
+    return m
+
+
+def step_metrics(jobs: list, rollouts: list, rewards, names: list) -> dict:
+    """What came of a step's jobs; rewards (R,), NaN = none; names: the run's harnesses."""
+    s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
+    sampled = sum(len(c.sampled_ids) for c in calls)
+    lengths = [max([len(c.prompt_ids) + len(c.sampled_ids) for c in r.calls], default=0) for r in rollouts]
+    per_harness = Counter(f"outcome/{j.harness}/{r.outcome}" for j, r in zip(jobs, rollouts) if len(names) > 1)
+    stage = lambda name: sum(r.seconds.get(name, 0.) for r in rollouts)
+    return {"reward/mean": rewards.nanmean().item(), "reward/solved": s["pass_rate"],
+            **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item()
+               for h in names if len(names) > 1},
+            "reward/calls": sum(sum(r.call_rewards or ()) for r in rollouts) / len(rollouts),
+            "groups/bushy_rollouts": int(rewards.isnan().sum()) - sum(r.reward is None for r in rollouts),
+            **{f"outcome/{k}": v for k, v in s["outcomes"].items()}, **per_harness,
+            "tamper/rollouts": sum("tamper" in r.more for r in rollouts),
+            "tamper/left_out": sum(len(r.more.get("left_out", [])) for r in rollouts),
+            "length/context_mean": sum(lengths) / len(lengths), "length/context_max": max(lengths),
+            "length/reply_mean": sampled / max(1, len(calls)),
+            "calls/num": len(calls), "calls/sampled_tokens": sampled,
+            "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
+            "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
+            "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify")}
+
+
 def choose(tasks: list, num: int, solved: dict, times_seen: Counter, floor: float, order: random.Random) -> list:
     """num tasks without repetition: a category each, drawn with weight 1 - s, but at least `floor` ("prioritized
     sampling", Kimi k1.5, 2501.12599), and of it the task drawn least often. solved: category -> s, 0 where unknown.
@@ -401,7 +481,11 @@ def fidelity(batch: Batch, logp_old, seen, rollouts: list, max_gap: float) -> di
     known, harness_of = seen & ~batch.logp_rollout.isnan(), [r.harness for r in rollouts]
     out = {"fidelity/older_tokens": int((known & (batch.behind > 0)).sum()),
            "fidelity/versions_behind": batch.behind[seen].double().mean().item(),
+           "fidelity/versions_behind_max": int(batch.behind[seen].max()) if seen.any() else 0,
            "fidelity/missing_tokens": int((seen & batch.logp_rollout.isnan()).sum())}
+    if out["fidelity/older_tokens"]:                        # policies that differ by right: told, not judged
+        old = known & (batch.behind > 0)
+        out["fidelity/stale_gap_mean"] = (logp_old - batch.logp_rollout)[old].abs().mean().item()
     known, first, harnesses = known & (batch.behind == 0), batch.is_boundary, sorted(set(harness_of))
     for h in ["", *harnesses]:
         of_h = known & torch.tensor([h in ("", x) for x in harness_of])[batch.rollout]
@@ -468,6 +552,29 @@ def learnt(parts: list, like=None) -> dict:
     return tensors
 
 
+def checkpoint(out: Path, model_dir: str, model, critic, dtype):
+    """The weights in Hugging Face form as out/checkpoint, a critic's in its folder critic. Every rank takes part."""
+    import safetensors.torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    weights, value_weights = {}, {}
+    for net, into in ((model, weights), (critic and critic.model, value_weights)):
+        for name, full in full_weights(net) if net is not None else ():
+            if dist.get_rank() == 0: into[name] = full.to(dtype).cpu().contiguous()
+    if dist.get_rank(): return
+    tmp, final = out / "checkpoint.tmp", out / "checkpoint"
+    shutil.rmtree(tmp, ignore_errors=True)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    missing, unknown = plain.load_state_dict(weights, strict=False)
+    assert set(missing) <= tied(model) and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
+    plain.save_pretrained(tmp)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
+    if value_weights:                                       # the model's, but for lm_head: one number, with a bias
+        (tmp / "critic").mkdir()
+        safetensors.torch.save_file(value_weights, tmp / "critic" / "model.safetensors")
+    shutil.rmtree(final, ignore_errors=True)                # of a run that had fewer --steps
+    tmp.rename(final)
+
+
 def main(cfg: Config):
     # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------
     begin = time.time()
@@ -486,8 +593,12 @@ def main(cfg: Config):
     kind = sandbox.choose(cfg.sandbox) if is_live else "recorded"
     model_dir = boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
-    assert cfg.tasks_per_step <= len(train_tasks), (
-        f"--tasks_per_step {cfg.tasks_per_step}: {cfg.tasks} has only {len(train_tasks)} tasks")
+    num_wanted = cfg.tasks_per_step * len(names)            # groups a step, ...
+    shares = [len(range(r, num_wanted, world)) for r in range(world)]                   # ... by rank with --carry_over
+    num_flying = num_wanted + sum(math.ceil(cfg.carry_over * n) for n in shares)
+    assert num_flying <= len(train_tasks) * len(names), (
+        f"--tasks_per_step {cfg.tasks_per_step} --carry_over {cfg.carry_over}: {num_flying} groups at once, and "
+        f"{cfg.tasks} has only {len(train_tasks)} tasks")
     eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu:                                          # engine and trainer take turns on the same cores
@@ -534,8 +645,8 @@ def main(cfg: Config):
         print(line, flush=True)
 
     # 2. the model, sharded --------------------------------------------------------------------------------------------
-    import safetensors.torch, transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
+    from transformers import AutoModelForCausalLM
     transformers.logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
     dtype, mesh = getattr(torch, cfg.dtype), dist.init_device_mesh(device.type, (world,))
@@ -560,6 +671,8 @@ def main(cfg: Config):
         ("policy", policy, opt), ("critic", critic, value_opt), ("reference", reference, None)) if net is not None]
     first, version, times_seen, solved = 0, 0, Counter(), {}         # solved: category -> running success rate
     is_checked = not (cfg.check_packing and cfg.share)
+    flying = [Group(rollout.make_jobs([t for t in train_tasks if t.id == id], [name], cfg.group_size), folder, born,
+                    i % world) for i, (id, name, folder, born) in enumerate(at.get("flying", []))]     # --carry_over
     if saved:
         dcp.load(learnt(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata), checkpoint_id=saved)
         first, version, times_seen, solved, is_checked = (
@@ -578,7 +691,8 @@ def main(cfg: Config):
         sizes = {name: (out / name).stat().st_size for name in ("metrics.jsonl", "log.txt")}
         (tmp / "loop.json").write_text(json.dumps(sizes | {
             "step": step, "version": version, "times_seen": times_seen, "solved": solved, "is_checked": is_checked,
-            "order": order.getstate(), "time_s": time.time() - begin}))
+            "order": order.getstate(), "time_s": time.time() - begin,
+            "flying": [(g.jobs[0].task.id, g.jobs[0].harness, g.folder, g.born) for g in flying]}))
         tmp.rename(out / "saved" / f"step-{step:04}")
         for old in states()[:-cfg.keep_saved]: shutil.rmtree(old)
 
@@ -598,8 +712,6 @@ def main(cfg: Config):
                                  f"logit by the trainer is {behind:.3g} below the best (bound {bound}): other weights")
 
     # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
-    clips = {k: getattr(cfg, k) for k in ("clip_low", "clip_high") if getattr(cfg, k) >= 0}
-
     def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False,
                tokens_file=None) -> dict:
         """rollouts: all ranks' alike; rewards (R,) float32, group_of (R,) long; None: supervised. -> metrics. Leaves
@@ -658,36 +770,26 @@ def main(cfg: Config):
         for g in opt.param_groups: g["lr"] = lr
         # rollouts of zero advantage count in the mean: a part stands for its share of all
         total = {"rollout": R, "token": N, "constant": R * (cfg.loss_constant or cfg.max_model_len)}[cfg.loss_mean]
+        columns = old | {"norm": norm, "rollout": batch.rollout, "adv": adv, "logp_rollout": batch.logp_rollout}
+        if returns is not None: columns["returns"] = returns
         for epoch in range(num_epochs):
             if num_updates > 1: order.shuffle(useful)
             for part in (p.tolist() for p in np.array_split(useful, num_minibatches) if len(p)):
                 denom = total * len(part) / len(useful)
                 for group in micro_batches(batch, part, cfg, rank, world):
                     forest, where, index, num_unique = lay_out(batch, group, cfg, device)
-                    here = lambda x: x[index].to(device)    # (n,) of this micro-batch
-                    norm_t, rollout_t = here(norm), here(batch.rollout)
                     s = {"tokens": torch.tensor(len(index)), "unique": torch.tensor(num_unique)}
                     if not is_value_only:
                         logp, entropy = (x[where] for x in policy(forest, cfg.temperature))
                         now[index] = logp.detach().cpu()
                         if num_updates == 1: old["logp"][index], seen[index] = now[index], True
-                        if is_supervised: loss, s["nll"] = -(norm_t * logp).sum() / denom, -logp.detach().sum()
-                        else:
-                            old_t, logp_rollout_t = here(old["logp"]), here(batch.logp_rollout)
-                            weight = math.prod(
-                                algos.correction(old_t, logp_rollout_t, k, cfg.correction_cap,
-                                                 rollout=rollout_t if cfg.algo == "gspo" or k == "geometric" else None)
-                                for k in cfg.correction.split("+"))
-                            loss, more = algos.LOSSES[cfg.algo](logp, old_t, here(adv), weight, norm_t, rollout_t,
-                                                                denom, dual_clip=cfg.dual_clip, **clips)
-                            s |= more
-                            if reference is not None:
-                                kl, more = algos.kl_loss(logp, here(old["ref"]), weight, norm_t, denom)
-                                loss, s = loss + cfg.kl_loss * kl, s | more
+                    t = {k: x[index].to(device) for k, x in columns.items()}       # (n,) of this micro-batch
+                    if not is_value_only:
+                        loss, more = policy_loss(logp, t, denom, cfg, is_supervised)
                         (loss * world).backward()           # FSDP averages over ranks
-                        s |= {"loss": loss.detach(), "entropy": entropy.sum()}
+                        s |= more | {"loss": loss.detach(), "entropy": entropy.sum()}
                     if returns is not None:
-                        loss, more = algos.value_loss(critic(forest)[where], here(old["value"]), here(returns), norm_t,
+                        loss, more = algos.value_loss(critic(forest)[where], t["value"], t["returns"], t["norm"],
                                                       denom, cfg.value_clip)
                         (loss * world).backward()
                         s |= more | {"value_loss": loss.detach()}
@@ -706,19 +808,12 @@ def main(cfg: Config):
             for part in gather(now, world): now = torch.where(part.isnan(), now, part)
             if rank == 0:
                 save_tokens(tokens_file, rollouts, trees, batch, seen, logp_old=old["logp"], logp=now, adv=adv)
-        totals = Counter()
-        for s in gather(sums, world): totals.update(s)
-        m |= {"tokens/unique": totals["unique"] / num_epochs, "train/lr": lr}
-        m |= {f"train/{k}": totals[k] / num_updates for k in ("loss", "value_loss") if k in totals}
-        m |= {f"train/{k}": v / totals["tokens"] for k, v in totals.items() if k not in (
-            "loss", "value_loss", "unique", "tokens", "weight_sq", "value_tokens", "return_sq", "rest", "rest_sq")}
-        if "weight" in totals: m["train/ess"] = totals["weight"]**2 / max(totals["weight_sq"] * totals["tokens"], 1e-9)
-        if returns is not None: m["train/explained_variance"] = algos.explained_variance(totals)
-        return m
+        return m | {"train/lr": lr} | train_metrics(gather(sums, world), num_epochs, num_updates)
 
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
-    def recorded(record: Path):
-        """The rollout of a run given by --rollouts, or of this one before a kill; None: to be run."""
+    def recorded(record: Path, oldest: int, newest: int):
+        """The rollout of a run given by --rollouts, or of this one before a kill, sampled by weights of these versions;
+        None: to be run."""
         if is_live and not record.exists(): return None
         try: r = tree.read(record)
         except FileNotFoundError:
@@ -728,23 +823,31 @@ def main(cfg: Config):
             if not is_live: raise
             return None                                     # killed while it wrote
         assert is_live or r.outcome, f"--rollouts: {record} has no end, the run was killed in this step; fewer --steps"
-        is_mine = {v for c in r.calls for v, _ in c.versions} == {version} and r.temperature == cfg.temperature
-        return r if not is_live or is_mine and r.outcome not in (None, "infra_error") else None
+        versions = {v for c in r.calls for v, _ in c.versions}
+        is_mine = versions and versions <= {*range(oldest, newest + 1)} and r.temperature == cfg.temperature
+        return r if not is_live or is_mine and r.outcome not in (None, "infra_error", "stale") else None
+
+    make_runner = lambda proxy: rollout.Runner(
+        proxy, kind, run_id, model=cfg.model, temperature=cfg.temperature, verify=cfg.verify,
+        off=[x for x in cfg.off.split(",") if x], reward_weights=rollout.parse_reward_weights(cfg.reward_weights),
+        num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
+        max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
 
     def roll(jobs: list, folder: str, what: str, scripted=None) -> list:
-        nonlocal engine
         source, mine = Path(cfg.rollouts or out) / "rollouts" / folder, jobs[rank::world]
 
         def run():
-            runner = rollout.Runner(scripted or engine, kind, run_id, model=cfg.model, temperature=cfg.temperature,
-                                    verify=cfg.verify, off=[x for x in cfg.off.split(",") if x],
-                                    reward_weights=rollout.parse_reward_weights(cfg.reward_weights),
-                                    num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
-                                    max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
-            known = [recorded(rollout.record_path(source, job)) for job in mine]
+            known = [recorded(rollout.record_path(source, job), version, version) for job in mine]
             missing = [job for job, r in zip(mine, known) if r is None]
-            fresh = iter(runner.run_all(missing, source, what, quiet=rank > 0) if missing else ())
+            fresh = iter(make_runner(scripted or engine).run_all(missing, source, what, quiet=rank > 0)
+                         if missing else ())
             return [next(fresh) if r is None else r for r in known]
+        done = gather(alive(run, folder, scripted), world, cfg.deadline_s)
+        return [done[i % world][i // world] for i in range(len(jobs))]
+
+    def alive(run, folder: str, scripted=None):
+        """run(), and once more with a new engine where vLLM's has died in it."""
+        nonlocal engine
         done = run()
         if is_live and scripted is None and engine.engine.errored:
             print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
@@ -752,8 +855,64 @@ def main(cfg: Config):
             engine = make_engine("vllm")
             if shared: engine.load_weights(shared, version)
             done = run()
-        done = gather(done, world, cfg.deadline_s)
-        return [done[i % world][i // world] for i in range(len(jobs))]
+        return done
+
+    def begin_group(g: Group):
+        """On its rank. What was sampled of it before a kill, up to the saved version (later weights depended on which
+        groups had ended first), or before the engine's death is not sampled again: whole rollouts are read, the calls
+        of others answer while the harness asks the same."""
+        records = [rollout.record_path(out / "rollouts" / g.folder, job) for job in g.jobs]
+        newest, g.is_begun = version if g.is_begun else at.get("version", -1), True
+        known = [recorded(record, g.born, newest) for record in records]
+
+        def calls(record):
+            try: found = tree.read(record).calls
+            except (OSError, ValueError): return None
+            return [c for c in found if c.finish not in tree.UNTRAINED_FINISH and c.versions
+                    and g.born <= c.versions[0][0] and c.versions[-1][0] <= newest] or None
+        missing = [i for i, r in enumerate(known) if r is None]
+        fresh = iter(runner.begin([g.jobs[i] for i in missing], out / "rollouts" / g.folder,
+                                  [calls(records[i]) for i in missing]))
+        g.futures = [next(fresh) if r is None else concurrent.futures.Future() for r in known]
+        for f, r in zip(g.futures, known):
+            if r is not None: f.set_result(r)
+
+    def roll_on(step: int) -> tuple:
+        """--carry_over: begins as many groups as keep the number in flight, waits until a step's number have ended,
+        gives up those that would be too old by the next step -> jobs, rollouts of all that have ended, earliest begun
+        first, and how many of these groups were begun in earlier steps. In the last step, of all groups. Each rank
+        looks at its own groups alone."""
+        nonlocal flying
+        is_last = step + 1 == cfg.steps
+        more = lambda r: (shares[r] + math.ceil(cfg.carry_over * shares[r]) * (not is_last)
+                          - sum(g.rank == r for g in flying))
+        num = sum(max(0, more(r)) for r in range(world))
+        tasks = choose(train_tasks, -(-num // len(names)), solved, times_seen, cfg.priority_floor, order)
+        for task, name in itertools.product(tasks, names):
+            jobs = rollout.make_jobs([task], [name], cfg.group_size)
+            flying.append(Group(jobs, f"step-{step:04}", version, max(range(world), key=more)))
+        mine = [g for g in flying if g.rank == rank]
+
+        def run():
+            nonlocal runner
+            if runner is None or runner.proxy is not engine:
+                if runner is not None: runner.stop()
+                runner = make_runner(engine)
+                for g in mine: g.futures = []
+            for g in mine:
+                if not g.futures: begin_group(g)
+            while sum(g.has_ended() for g in mine) < (len(mine) if is_last else shares[rank]):
+                concurrent.futures.wait([f for g in mine for f in g.futures if not f.done()],
+                                        return_when=concurrent.futures.FIRST_COMPLETED)
+        alive(run, f"step-{step:04}")
+        for g in mine:
+            if not g.has_ended() and g.born + cfg.max_staleness <= version:
+                runner.give_up(g.jobs, out / "rollouts" / g.folder, g.futures)
+        index = {flying.index(g): [f.result() for f in g.futures] for g in mine if g.has_ended()}
+        done = dict(sorted(kv for part in gather(index, world, cfg.deadline_s) for kv in part.items()))
+        groups, flying = [flying[i] for i in done], [g for i, g in enumerate(flying) if i not in done]
+        return ([j for g in groups for j in g.jobs], [r for rs in done.values() for r in rs],
+                sum(g.folder != f"step-{step:04}" for g in groups))
 
     def evaluate(when: str, n: int):
         for name, tasks in eval_sets.items() if is_live else ():
@@ -768,7 +927,7 @@ def main(cfg: Config):
                    "--seed", str((cfg.seed + 7919 * first) * world + rank), *shlex.split(cfg.engine_args)]
     make_engine = lambda which: contextlib.nullcontext() if not is_live else boundary.Proxy(
         model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
-    engine = None
+    engine = runner = None                                  # runner: of the rollouts that --carry_over lets go on
     try:
         # 5. the cold start is recorded first, by a scripted policy ----------------------------------------------------
         demos, is_cold = [], cfg.warmup_steps and not saved
@@ -811,7 +970,7 @@ def main(cfg: Config):
         if critic is not None and not saved: critic.model.model.load_state_dict(model.model.state_dict())
         if reference is not None and not saved: reference.load_state_dict(policy.state_dict())
         if is_cold and cfg.save_every: save(0)
-        me, num_wanted = psutil.Process(), cfg.tasks_per_step * len(names)     # groups
+        me = psutil.Process()
         first_step = cfg.value_warmup_steps if critic is not None else 0    # of the policy
         for step in range(first, cfg.steps):
             lap, times, jobs, rollouts, informative = time.time(), {}, [], [], []
@@ -820,17 +979,20 @@ def main(cfg: Config):
                 nonlocal lap
                 times[f"time/{what}_s"], lap = time.time() - lap, time.time()
             for turn in range(1 + cfg.max_resample):        # more than one: dynamic sampling, DAPO, 2503.14476, bounded
-                num_tasks = -(-(num_wanted - len(informative)) // len(names))
-                tasks = choose(train_tasks, num_tasks, solved, times_seen, cfg.priority_floor, order)
-                fresh = rollout.make_jobs(tasks, names, cfg.group_size)
-                rollouts += roll(fresh, f"step-{step:04}" + f".{turn}" * bool(turn), f"step {step + 1}")
-                jobs += fresh
+                if cfg.carry_over: jobs, rollouts, num_carried = roll_on(step)
+                else:
+                    num_tasks = -(-(num_wanted - len(informative)) // len(names))
+                    tasks = choose(train_tasks, num_tasks, solved, times_seen, cfg.priority_floor, order)
+                    fresh = rollout.make_jobs(tasks, names, cfg.group_size)
+                    rollouts += roll(fresh, f"step-{step:04}" + f".{turn}" * bool(turn), f"step {step + 1}")
+                    jobs += fresh
                 group_of = torch.arange(len(jobs)) // cfg.group_size        # a group's jobs stand side by side
                 rewards, verdict = judge(rollouts, cfg)
                 informative = group_of[algos.is_informative(verdict, group_of)].unique()
                 if len(informative) >= num_wanted: break
             took("rollout")
-            if is_gpu and is_live: engine.sleep()
+            if cfg.carry_over: runner.hold()
+            if is_live and (is_gpu or cfg.carry_over): engine.sleep()
             judged = ~rewards.isnan()
             for i in judged.nonzero()[:, 0].tolist():       # over the last 16 rollouts of a category, about
                 rate = solved.get(jobs[i].task.category, 0.)
@@ -844,32 +1006,17 @@ def main(cfg: Config):
             took("train")
             version += 1
             renew()
+            if cfg.carry_over: runner.go_on()
             took("weights")
-            s, calls = rollout.summary(rollouts), [c for r in rollouts for c in r.calls]
-            num_groups, sampled = len(jobs) // cfg.group_size, sum(len(c.sampled_ids) for c in calls)
-            lengths = [max([len(c.prompt_ids) + len(c.sampled_ids) for c in r.calls], default=0) for r in rollouts]
-            per_harness = Counter(f"outcome/{j.harness}/{r.outcome}" for j, r in zip(jobs, rollouts) if len(names) > 1)
-            stage = lambda name: sum(r.seconds.get(name, 0.) for r in rollouts)
-            m |= {"phase": "rl", "step": step, "reward/mean": rewards.nanmean().item(), "reward/solved": s["pass_rate"],
-                  **{f"reward/{h}": rewards[[j.harness == h for j in jobs]].nanmean().item()
-                     for h in names if len(names) > 1},
-                  "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
-                  "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
-                  "groups/rounds": turn + 1,
-                  "groups/bushy_rollouts": int(rewards.isnan().sum()) - sum(r.reward is None for r in rollouts),
-                  "reward/calls": sum(sum(r.call_rewards or ()) for r in rollouts) / len(rollouts),
-                  **{f"outcome/{k}": v for k, v in s["outcomes"].items()}, **per_harness,
-                  "tamper/rollouts": sum("tamper" in r.more for r in rollouts),
-                  "length/context_mean": sum(lengths) / len(lengths), "length/context_max": max(lengths),
-                  "length/reply_mean": sampled / max(1, len(calls)),
-                  "calls/num": len(calls), "calls/sampled_tokens": sampled,
-                  "tamper/left_out": sum(len(r.more.get("left_out", [])) for r in rollouts),
-                  "calls/cut_at_max_tokens": sum(c.finish == "length" for c in calls),
-                  "calls/engine_s": sum(c.finished_s - c.received_s for c in calls),
-                  "stage/start_s": stage("start"), "stage/agent_s": stage("agent"), "stage/verify_s": stage("verify"),
-                  "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                  "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30,
-                  "time/total_s": time.time() - begin} | times
+            num_groups = len(jobs) // cfg.group_size
+            m |= step_metrics(jobs, rollouts, rewards, names) | times | {
+                "phase": "rl", "step": step, "time/total_s": time.time() - begin,
+                "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
+                "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
+                "groups/rounds": turn + 1,
+                **({"groups/carried": num_carried, "groups/unfinished": len(flying)} if cfg.carry_over else {}),
+                "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30}
             log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, "
                    f"{m['groups/zero_variance']} of {num_groups} groups without variance, "
                    f"entropy {m.get('train/entropy', math.nan):.3f}, "
@@ -884,26 +1031,11 @@ def main(cfg: Config):
 
         # 7. the checkpoint --------------------------------------------------------------------------------------------
         if cfg.checkpoint:
-            weights, value_weights = {}, {}
-            for net, into in ((model, weights), (critic and critic.model, value_weights)):
-                for name, full in full_weights(net) if net is not None else ():     # every rank takes part
-                    if rank == 0: into[name] = full.to(dtype).cpu().contiguous()
-            if rank == 0:
-                tmp, final = out / "checkpoint.tmp", out / "checkpoint"
-                shutil.rmtree(tmp, ignore_errors=True)
-                plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-                missing, unknown = plain.load_state_dict(weights, strict=False)
-                assert set(missing) <= tied(model) and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
-                plain.save_pretrained(tmp)
-                AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
-                if value_weights:                           # the model's, but for lm_head: one number, with a bias
-                    (tmp / "critic").mkdir()
-                    safetensors.torch.save_file(value_weights, tmp / "critic" / "model.safetensors")
-                shutil.rmtree(final, ignore_errors=True)    # of a run that had fewer --steps
-                tmp.rename(final)
-                log({"phase": "checkpoint", "time_s": time.time() - begin},
-                    f"[{time.time() - begin:6.0f} s] checkpoint in {final}")
+            checkpoint(out, model_dir, model, critic, dtype)
+            log({"phase": "checkpoint", "time_s": time.time() - begin},
+                f"[{time.time() - begin:6.0f} s] checkpoint in {out / 'checkpoint'}")
     finally:
+        if runner is not None: runner.stop()
         if engine is not None: engine.close()
         if wandb is not None: wandb.finish()
         sandbox.reap(run_id)

@@ -162,3 +162,10 @@ def test_proxy_and_weights():
 def test_graft():
     got = result("graft")
     assert all(got[k] > 0 for k in ("session_growth", "text_growth", "early_call_ms", "late_call_ms"))
+
+
+def test_carry():
+    """Would catch a benchmark that no longer runs, one whose groups get lost, and a side without that carries."""
+    got = result("carry", "--num", 2)
+    without, over = got["runs"]
+    assert without["groups"] == 8 <= over["groups"] <= 10 and without["carried"] == 0 < got["ratio"]

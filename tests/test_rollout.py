@@ -266,7 +266,7 @@ def test_a_fault_stops_the_others_at_once(bubblewrap, tmp_path):
     false outcome behind."""
     task = load_task(make_task(tmp_path / "task", solution="sleep 300"), "task", {})
     class Interrupted(Runner):                          # Ctrl-C in the main thread, as far as run_all can tell
-        def run(self, job, out):
+        def run(self, job, out, replay=None):
             if job.sample < 3: return super().run(job, out)
             time.sleep(0.5)
             raise KeyboardInterrupt

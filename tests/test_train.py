@@ -362,7 +362,23 @@ def test_ranks_get_as_many_turns_and_like_tokens(world):
     assert tokens.sum(1).max() <= 1.15 * tokens.sum(1).mean(), tokens
 
 
+def test_metrics_of_an_update_by_hand():
+    """Would catch means of ranks' means, losses that grow with the number of updates, and an ess that is not
+    (sum w)^2 / (n sum w^2): two ranks, two epochs of one update, 3 + 1 tokens each time."""
+    sums = [{"tokens": 6, "unique": 10, "loss": .5, "weight": 9., "weight_sq": 15., "ratio": 6.6},
+            {"tokens": 2, "unique": 4, "loss": .1, "weight": 1., "weight_sq": 1., "ratio": 1.4}]
+    assert loop.train_metrics(sums, 2, 2) == pytest.approx({
+        "tokens/unique": 7, "train/loss": .3, "train/weight": 10 / 8, "train/ratio": 1., "train/ess": 100 / (16 * 8)})
+    s = {"tokens": 4, "unique": 4, "value_tokens": 4, "value_loss": 2., "return": 4., "return_sq": 8., "rest": 0.,
+         "rest_sq": 1.}
+    m = loop.train_metrics([s], 1, 1)
+    assert m == pytest.approx({"tokens/unique": 4, "train/value_loss": 2., "train/return": 1.,
+                               "train/explained_variance": algos.explained_variance(s)})
+    assert m["train/explained_variance"] == pytest.approx(1 - 1 / 4)
+
+
 @pytest.mark.parametrize("wrong", [
+    {"carry_over": 1.5}, {"carry_over": 0.5, "max_resample": 1}, {"max_staleness": 3},
     {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1},
     {"lam": 1.5, "algo": "ppo"}, {"lam": 0.9}, {"clip_low": 0.1, "algo": "rloo"}, {"baseline": "none"},
     {"group_size": 1, "algo": "ppo", "max_resample": 1}, {"overlong_buffer": 5000}, {"max_resample": -1},
