@@ -36,8 +36,8 @@ In reward.json "call_N" is, for as many N as wanted, what call N is paid beside 
 --call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too: for the verifier
 /logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that there is not or a
 value that is no finite number is a verifier_error. Overlong rollouts are paid for no call; oracle and nop have none."""
-import argparse, concurrent.futures, contextlib, functools, hashlib, json, math, multiprocessing, os, re, shlex, signal, sys, \
-    tempfile, threading, time, tomllib, traceback, uuid
+import argparse, concurrent.futures, contextlib, functools, hashlib, json, math, multiprocessing, os, re, shlex, \
+    signal, sys, tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import product
