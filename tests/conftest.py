@@ -148,10 +148,12 @@ def docker():
 @pytest.fixture(scope="session")
 def far_daemon(docker, tmp_path_factory):
     """-> the environment in which Docker is on another machine: a second daemon, reached by TLS, which does not see our
-    temporary files and runtimes, as we do not see its files."""
+    temporary files, runtimes and network, as we do not see its files. The network above all: a daemon that is told to
+    have no bridge removes docker0, whosever it is."""
     if os.geteuid() or not shutil.which("dockerd"): pytest.skip("needs root and dockerd")
     folder, cache = tmp_path_factory.mktemp("far"), Path.home() / ".cache"
-    with socket.create_server(("127.0.0.1", 0)) as free: port = free.getsockname()[1]
+    server = socket.create_server(("127.0.0.1", 0))             # inherited, so it stays in our network
+    port, number = server.getsockname()[1], server.fileno()
     keys = """openssl req -x509 -newkey rsa:2048 -nodes -keyout ca-key.pem -out ca.pem -subj /CN=ca -days 2
         for name in cert server; do
             openssl req -newkey rsa:2048 -nodes -keyout $name-key.pem -out $name.csr -subj /CN=127.0.0.1
@@ -161,17 +163,21 @@ def far_daemon(docker, tmp_path_factory):
     subprocess.run(["sh", "-ec", keys], cwd=folder, check=True, capture_output=True)
     start = f"""mkdir -p {cache}; cp -r {folder} /run/hrl-far; mount -t tmpfs x /tmp; mount -t tmpfs x {cache}
         cp -r /run/hrl-far /tmp/keys; rm -r /run/hrl-far; cd /tmp/keys
-        exec dockerd --data-root /tmp/data --exec-root /tmp/exec --pidfile /tmp/pid --bridge none --iptables=false \
-        --host tcp://127.0.0.1:{port} --tlsverify --tlscacert ca.pem --tlscert server.pem --tlskey server-key.pem"""
+        exec env LISTEN_FDS=1 LISTEN_PID=$$ dockerd --host fd:// --bridge none --iptables=false \\
+            --data-root /tmp/data --exec-root /tmp/exec --pidfile /tmp/pid \\
+            --tlsverify --tlscacert ca.pem --tlscert server.pem --tlskey server-key.pem 3<&{number}"""
     # REQUESTS_CA_BUNDLE, where it is set, would take the place of the daemon's own authority
     env = {"DOCKER_HOST": f"tcp://127.0.0.1:{port}", "DOCKER_TLS_VERIFY": "1", "DOCKER_CERT_PATH": str(folder),
            "REQUESTS_CA_BUNDLE": str(folder / "ca.pem")}
     with open(folder / "log", "w") as log:
-        daemon = subprocess.Popen(["unshare", "-m", "sh", "-ec", start], stdout=log, stderr=log)
+        daemon = subprocess.Popen(["unshare", "-m", "-n", "bash", "-ec", start], stdout=log, stderr=log,
+                                  pass_fds=[number])
     try:
-        for _ in range(120):
-            is_up = subprocess.run(["docker", "version"], env=os.environ | env, capture_output=True).returncode == 0
+        for _ in range(30):
+            is_up = not subprocess.run(["timeout", "2", "docker", "version"], env=os.environ | env,
+                                       capture_output=True).returncode
             if is_up: break
+            assert daemon.poll() is None, (folder / "log").read_text()[-2000:]
             time.sleep(0.5)
         assert is_up, (folder / "log").read_text()[-2000:]
         image = subprocess.Popen(["docker", "save", "harness-rl/base"], stdout=subprocess.PIPE)
@@ -181,6 +187,7 @@ def far_daemon(docker, tmp_path_factory):
     finally:
         daemon.terminate()
         daemon.wait(60)
+        server.close()
 
 
 def make_task(folder: Path, instruction="Do it.", solution="true", test="echo 1 > /logs/verifier/reward.txt", toml="",
