@@ -1,6 +1,7 @@
 """Claude Code 2.1.332: a native binary that needs glibc; Anthropic messages, streamed, about 12k tokens of prompt.
 
-Quirks: for an unknown model it assumes a context of 1M tokens, unless it is told; its tool list grows in mid-run when
+Quirks: for an unknown model it assumes a context of 1M tokens, unless it is told; it sums up some 13,000 tokens and a
+reply before that is full, so give it 48k or more; its tool list grows in mid-run when
 the model uses ToolSearch; subagents run beside the main agent on the same session; after compaction the history is
 rewritten from message 0 on. A message in the middle of the list has the role system. Arguments come back parsed.
 """
