@@ -289,7 +289,6 @@ def make_engine(model: str, max_model_len: int):
     import proxy as boundary
     extra = ["--dtype", "bfloat16"]
     if not IS_GPU:
-        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "KMP_BLOCKTIME": "1", "HF_HUB_OFFLINE": "1"}
         torch.multiprocessing.set_sharing_strategy("file_system")
         extra += ["--block-size", "32", "--max-num-seqs", "64"]
     return boundary.Proxy(boundary.resolve_model(model, max_model_len), max_model_len=max_model_len, engine_args=extra)

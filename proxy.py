@@ -640,7 +640,11 @@ class Proxy:
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
                      "--enable-auto-tool-choice", "--tool-call-parser", tool_parser, "--disable-fastapi-docs",
                      "--worker-extension-cls", "proxy.WeightReceiver", *engine_args]
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")    # INFO shows what vLLM decided
+        for name, value in {"VLLM_LOGGING_LEVEL": "ERROR",      # INFO shows what vLLM decided
+                            "HF_HUB_OFFLINE": "1",
+                            "VLLM_CPU_KVCACHE_SPACE": "1",      # GB; else nearly all memory, which must be free
+                            "KMP_BLOCKTIME": "1"}.items():      # threads that wait do not spin: others need the cores
+            os.environ.setdefault(name, value)
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)   # else a traceback for each broken tool call
         self.is_scripted = engine == "scripted"
         self.loop = asyncio.new_event_loop()
