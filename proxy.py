@@ -219,8 +219,8 @@ def make_recorder():
             return queue
 
         async def sample(self, call, prompt, p, request_id, kw, old):
-            """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error). old: the
-            recorded call to answer with, or None."""
+            """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error).
+            old: the recorded call to answer with, or None."""
             session, routing = call.session, None
             ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "error"
 

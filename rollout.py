@@ -281,6 +281,7 @@ class Runner:
             end |= {"outcome": "no_calls", "reward": None,
                     "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
             print(f"warning: {job.id}: {end['detail']}", file=sys.stderr)
+        for box in [b for b in self.boxes if b.name.rpartition(".")[0] == job.id]: self.boxes.remove(box)
         with open(record, "a") as f:
             end |= {"seconds": seconds, "sandbox": self.kind, "verify": mode}
             f.write(json.dumps({"type": "end"} | end) + "\n")

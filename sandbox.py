@@ -187,6 +187,14 @@ def reap(run_id=None):
     return len(folders) + len(containers)
 
 
+def alive(run_id):
+    """How many sandboxes of a run there are, running or not, as the machine and the daemon count them."""
+    num = len(list(Path(tempfile.gettempdir()).glob(f"harness-rl_{_safe(run_id)}_*")))
+    with contextlib.suppress(SandboxError), _faults("count"):   # no daemon: nothing of ours runs there
+        num += len(_client().api.containers(all=True, filters={"label": f"harness_rl.run={_safe(run_id)}"}))
+    return num
+
+
 def choose(kind="auto"):
     """"docker" where the daemon answers, else "bubblewrap" where it really runs; a kind that is asked for must work."""
     assert kind in ("auto", *SANDBOXES), f"sandbox {kind!r} is unknown; choose auto, {', '.join(SANDBOXES)}"

@@ -122,7 +122,7 @@ class Config:
     activation_checkpointing: bool = False       # keep a layer's input alone, compute the layer again in the backward
     check_packing: bool = False          # first batch: shared prefixes against single paths, in float32; stop if unlike
     # evaluation and checkpoints
-    eval_every: int = 0           # RL steps between evaluations (0 = only before, after the cold start, and at the end)
+    eval_every: int = 0                  # RL steps between evaluations; the weights of the best stay in best (0 = none)
     eval_n: int = 2                      # samples an evaluation task (bare model: 1, it rambles)
     save_every: int = 10                 # RL steps between saved states, for --resume (0 = never)
     keep_saved: int = 2         # states kept, the latest: 12 bytes a weight, as much for a critic, 4 for a reference
@@ -191,7 +191,7 @@ def check(cfg: Config):
     assert cfg.algo != "gspo" or cfg.loss_mean == "rollout", f"--loss_mean {cfg.loss_mean}: gspo needs rollout"
     assert not cfg.wandb or importlib.util.find_spec("wandb"), (
         "--wandb: the package is missing; .venv/bin/pip install wandb==0.31.0")
-    held = [x for x in ("rollouts", "metrics.jsonl", "saved", "checkpoint") if (Path(cfg.out) / x).exists()]
+    held = [x for x in ("rollouts", "metrics.jsonl", "saved", "checkpoint", "best") if (Path(cfg.out) / x).exists()]
     assert cfg.resume or not held, (
         f"--out {cfg.out}: it holds a run already; --resume goes on with it, else name another folder or remove it")
     if cfg.rollouts:
@@ -552,8 +552,8 @@ def learnt(parts: list, like=None) -> dict:
     return tensors
 
 
-def checkpoint(out: Path, model_dir: str, model, critic, dtype):
-    """The weights in Hugging Face form as out/checkpoint, a critic's in its folder critic. Every rank takes part."""
+def checkpoint(folder: Path, model_dir: str, model, critic, dtype):
+    """The weights in Hugging Face form, a critic's in the folder critic within. Every rank takes part."""
     import safetensors.torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     weights, value_weights = {}, {}
@@ -561,7 +561,7 @@ def checkpoint(out: Path, model_dir: str, model, critic, dtype):
         for name, full in full_weights(net) if net is not None else ():
             if dist.get_rank() == 0: into[name] = full.to(dtype).cpu().contiguous()
     if dist.get_rank(): return
-    tmp, final = out / "checkpoint.tmp", out / "checkpoint"
+    tmp = folder.with_suffix(".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     missing, unknown = plain.load_state_dict(weights, strict=False)
@@ -571,8 +571,8 @@ def checkpoint(out: Path, model_dir: str, model, critic, dtype):
     if value_weights:                                       # the model's, but for lm_head: one number, with a bias
         (tmp / "critic").mkdir()
         safetensors.torch.save_file(value_weights, tmp / "critic" / "model.safetensors")
-    shutil.rmtree(final, ignore_errors=True)                # of a run that had fewer --steps
-    tmp.rename(final)
+    shutil.rmtree(folder, ignore_errors=True)               # an earlier one, or of a run that had fewer --steps
+    tmp.rename(folder)
 
 
 def main(cfg: Config):
@@ -668,7 +668,7 @@ def main(cfg: Config):
     parts = [(name, net, its_opt) for name, net, its_opt in (
         ("policy", policy, opt), ("critic", critic, value_opt), ("reference", reference, None)) if net is not None]
     first, version, times_seen, solved = 0, 0, Counter(), {}         # solved: category -> running success rate
-    is_checked = not (cfg.check_packing and cfg.share)
+    is_checked, best = not (cfg.check_packing and cfg.share), at.get("best", -1.)
     flying = [Group(rollout.make_jobs([t for t in train_tasks if t.id == id], [name], cfg.group_size), folder, born,
                     i % world) for i, (id, name, folder, born) in enumerate(at.get("flying", []))]     # --carry_over
     if saved:
@@ -689,7 +689,7 @@ def main(cfg: Config):
         sizes = {name: (out / name).stat().st_size for name in ("metrics.jsonl", "log.txt")}
         (tmp / "loop.json").write_text(json.dumps(sizes | {
             "step": step, "version": version, "times_seen": times_seen, "solved": solved, "is_checked": is_checked,
-            "order": order.getstate(), "time_s": time.time() - begin,
+            "order": order.getstate(), "time_s": time.time() - begin, "best": best,
             "flying": [(g.jobs[0].task.id, g.jobs[0].harness, g.folder, g.born) for g in flying]}))
         tmp.rename(out / "saved" / f"step-{step:04}")
         for old in states()[:-cfg.keep_saved]: shutil.rmtree(old)
@@ -913,12 +913,19 @@ def main(cfg: Config):
                 sum(g.folder != f"step-{step:04}" for g in groups))
 
     def evaluate(when: str, n: int):
+        """By set and harness. During RL, with --eval_every, the weights of the best mean over them are kept."""
+        nonlocal best
+        rates = []
         for name, tasks in eval_sets.items() if is_live else ():
             done = roll(rollout.make_jobs(tasks, names, n), f"eval-{when}", f"evaluate {name}")
             for h in names:
                 s = rollout.summary([r for r in done if r.harness == h])
+                rates.append(s["pass_rate"])
                 log({"phase": "eval", "when": when, "set": name, "harness": h, "time_s": time.time() - begin} | s,
                     f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
+        if cfg.eval_every and rates and when not in ("bare", "cold") and sum(rates) / len(rates) > best:
+            best = sum(rates) / len(rates)
+            checkpoint(out / "best", model_dir, model, critic, dtype)
 
     engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else
                      ["--gpu-memory-utilization", "0.4", "--enable-sleep-mode"]), "--dtype", cfg.dtype,
@@ -1011,7 +1018,7 @@ def main(cfg: Config):
                 "phase": "rl", "step": step, "time/total_s": time.time() - begin,
                 "groups/zero_variance": num_groups - len(informative), "groups/num": num_groups,
                 "groups/dropped": num_groups - min(len(informative), num_wanted) if cfg.max_resample else 0,
-                "groups/rounds": turn + 1,
+                "groups/rounds": turn + 1, "sandboxes/alive": sandbox.alive(run_id) if is_live else 0,
                 **({"groups/carried": num_carried, "groups/unfinished": len(flying)} if cfg.carry_over else {}),
                 "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
                 "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30}
@@ -1029,7 +1036,7 @@ def main(cfg: Config):
 
         # 7. the checkpoint --------------------------------------------------------------------------------------------
         if cfg.checkpoint:
-            checkpoint(out, model_dir, model, critic, dtype)
+            checkpoint(out / "checkpoint", model_dir, model, critic, dtype)
             log({"phase": "checkpoint", "time_s": time.time() - begin},
                 f"[{time.time() - begin:6.0f} s] checkpoint in {out / 'checkpoint'}")
     finally:

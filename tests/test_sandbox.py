@@ -642,12 +642,13 @@ def test_reap_after_kill_9(kind):
     with make(kind) as alive:
         reap()
         assert owner.poll() is None and "sleep\x00987" in processes()   # its owner lives
+        assert sandbox.alive(f"{RUN}-dead") == 1
         os.kill(owner.pid, signal.SIGKILL)
         time.sleep(0.2)   # not waited for: a zombie is dead as well
         assert reap() >= 1
         owner.wait()
         time.sleep(0.2)
-        assert "sleep\x00987" not in processes()
+        assert "sleep\x00987" not in processes() and sandbox.alive(f"{RUN}-dead") == 0
         assert not list(Path(tempfile.gettempdir()).glob(f"harness-rl_{RUN}-dead_*"))
         assert sh(alive, "echo alive").output == "alive\n"
     if stranger:

@@ -391,12 +391,15 @@ def test_flags_that_do_not_fit_are_refused(wrong, tmp_path):
 
 
 def test_canary(learnt, tasks, tmp_path):
-    """Would catch an update that moves weights beside the learning rate (decay, a stray copy), and drift between
-    engine and trainer."""
-    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", "--lr=0", "--steps=3")
+    """Would catch an update that moves weights beside the learning rate (decay, a stray copy), drift between engine
+    and trainer, the best weights that are not kept, or a sandbox that outlives its step."""
+    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", "--lr=0", "--steps=3",
+                                 "--eval_every=2", "--eval_n=1", f"--eval_tasks={tasks}")
     assert status == 0, stderr[-3000:]
-    before, after = weights(learnt[0] / "checkpoint"), weights(tmp_path / "run" / "checkpoint")
-    assert all(before[k].equal(after[k]) for k in before)
+    before, *after = (weights(path / name) for path, name in (
+        (learnt[0], "checkpoint"), (tmp_path / "run", "checkpoint"), (tmp_path / "run", "best")))
+    assert all(before[k].equal(x[k]) for k in before for x in after)
+    assert {r["sandboxes/alive"] for r in rows if r["phase"] == "rl"} == {0}
     gaps = [r["fidelity/gap_mean"] for r in rows if "fidelity/gap_mean" in r]
     assert gaps and max(gaps) < 1e-3
 
