@@ -477,7 +477,7 @@ def fidelity(batch: Batch, logp_old, seen, rollouts: list, max_gap: float) -> di
     """The gate: trainer against engine over the tokens seen of the current version; in all (gap), inside replies
     (interior), at their first tokens (boundary, where prompts were merged); of all rollouts and by harness. -> metrics.
     Raises ValueError, which names harness, rollout and call, where `agreement` finds a fault in a harness's tokens. At
-    boundaries max_gap counts thrice: fewer tokens, less certain ones. max_gap 0: reports only."""
+    boundaries max_gap counts thrice: they are few, and no worse (LOG.md). max_gap 0: reports only."""
     known, harness_of = seen & ~batch.logp_rollout.isnan(), [r.harness for r in rollouts]
     out = {"fidelity/older_tokens": int((known & (batch.behind > 0)).sum()),
            "fidelity/versions_behind": batch.behind[seen].double().mean().item(),
