@@ -850,6 +850,7 @@ def main(cfg: Config):
         if is_live and scripted is None and engine.engine.errored:
             print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
             engine.close()
+            if is_gpu: torch.cuda.empty_cache()             # what torch keeps for later the new engine needs now
             engine = make_engine("vllm")
             if shared: engine.load_weights(shared, version)
             done = run()
