@@ -660,6 +660,9 @@ class Proxy:
 
     def call(self, coroutine, timeout_s=None):
         """Runs a coroutine on the proxy's loop and waits for it."""
+        if not self.thread.is_alive():
+            coroutine.close()
+            raise RuntimeError(f"{coroutine.__qualname__}: the proxy is closed")
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try: return future.result(timeout_s)
         except TimeoutError:

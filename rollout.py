@@ -255,9 +255,10 @@ class Runner:
             with contextlib.ExitStack() as stack:
                 if job.harness in WITHOUT_MODEL: write_header(record, job, header, self.temperature)
                 else:
+                    more = {} if replay is None else {"replay": replay}
                     script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
                     session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
-                                                      script=script, replay=replay, **self.options)
+                                                      script=script, **self.options | more)
                     stack.callback(self.proxy.close_session, session)
                 modes, found = self.modes(job), {}
                 for mode in modes:
@@ -281,7 +282,7 @@ class Runner:
             end |= {"outcome": "no_calls", "reward": None,
                     "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
             print(f"warning: {job.id}: {end['detail']}", file=sys.stderr)
-        for box in [b for b in self.boxes if b.name.rpartition(".")[0] == job.id]: self.boxes.remove(box)
+        for mine in [x for x in self.boxes if x[0] == threading.get_ident()]: self.boxes.remove(mine)
         with open(record, "a") as f:
             end |= {"seconds": seconds, "sandbox": self.kind, "verify": mode}
             f.write(json.dumps({"type": "end"} | end) + "\n")
@@ -292,7 +293,7 @@ class Runner:
         limits = job.task.limits | {"memory_mb": job.task.limits["memory_mb"] + memory_mb}
         box = sandbox.SANDBOXES[self.kind](env or job.task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits,
                                            **kw)
-        self.boxes.append(box)
+        self.boxes.append((threading.get_ident(), box))     # a rollout has a thread of its own
         self.is_going.wait()
         if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
         return box
@@ -381,7 +382,8 @@ class Runner:
         else:
             env = stack.enter_context(box.snapshot(is_last=True))
             fresh = stack.enter_context(self.make(job, "verify", env))
-            fresh.exec(["sh", "-c", CLEAN], user="root")
+            if fresh.exec(["sh", "-c", CLEAN], user="root").exit_code:      # killed, at a limit that the agent used up
+                raise ValueError("/tests, /solution and /logs cannot be emptied of what the agent left there")
         box.stop()
         return fresh
 
@@ -416,9 +418,9 @@ class Runner:
         return self.futures[num_earlier:]
 
     def hold(self):
-        """Until `go_on` no sandbox, agent or verifier starts, and no agent's time limit comes nearer; with the engine
-        asleep, an agent goes on to its next call. None is frozen: clocks inside would run on, and each command that a
-        harness had timed would be over its limit at the thaw."""
+        """Until `go_on` no sandbox and no agent starts, and no agent's time limit comes nearer; with the engine asleep,
+        an agent goes on to its next call, a verifier to its end. None is frozen: clocks inside would run on, and each
+        command that a harness had timed would be over its limit at the thaw."""
         self.is_going.clear()
         self.held = time.monotonic(), self.held[1]
 
@@ -446,10 +448,9 @@ class Runner:
             self.is_stopping.set(), self.is_going.set()
             self.pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in self.futures):    # one just made may start after a stop
-                for box in self.boxes:
+                for _, box in list(self.boxes):
                     with contextlib.suppress(sandbox.SandboxError): box.stop()
                 time.sleep(0.05)
-            sandbox.reap(self.run_id)
         if self.pool: self.pool.shutdown()
         self.pool = None
 
@@ -751,20 +752,21 @@ def main(args):
         if record.exists():
             raise FileExistsError(f"--out {args.out}: {record.name} is there already; name another folder or remove it")
     sandbox.reap()
-    proxy, model = None, ""
+    proxy, model, run_id = None, "", uuid.uuid4().hex[:12]
     try:
         if set(names) - set(WITHOUT_MODEL):
             import proxy as boundary
             model = boundary.resolve_model(args.model, args.max_model_len)
             proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft,
                                    engine_args=shlex.split(args.engine_args))
-        runner = Runner(proxy, kind, uuid.uuid4().hex[:12], model=args.model, num_parallel=args.num_parallel,
+        runner = Runner(proxy, kind, run_id, model=args.model, num_parallel=args.num_parallel,
                         num_warm=args.num_warm, verify=args.verify, off=args.off, reward_weights=args.reward_weights,
                         temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
                         max_session_tokens=args.max_rollout_tokens, keep_tail=args.openclaw_stable)
         rollouts = runner.run_all(jobs, Path(args.out), f"{args.harness} in {kind}")
     finally:
         if proxy is not None: proxy.close()
+        sandbox.reap(run_id)
     status = 0
     for name in names:
         mine = [(job, r) for job, r in zip(jobs, rollouts) if r.harness == name]

@@ -534,7 +534,6 @@ class Docker(Sandbox):
         exec_id = api.exec_create(self.container, RELAY, stdin=True, stderr=False, user="0", workdir="/")["Id"]
         pipe = api.exec_start(exec_id, socket=True)   # keeps its response alive
         wire = getattr(pipe, "_sock", pipe)
-        wire.settimeout(60)
 
         def connect():
             (model := socket.socket(socket.AF_UNIX)).connect(str(self.socket))
@@ -545,10 +544,9 @@ class Docker(Sandbox):
             pipe.close()
         frames = relay.over_exec(wire, connect)
         frames.send(0)
-        if (answer := frames.read(8)) != bytes(8):
+        if (answer := frames.read(8, 60)) != bytes(8):
             raise SandboxError(f"{self.name}: relay.py does not start ({answer}); it needs the runtimes python and "
                                "code, which all harnesses have")
-        wire.settimeout(None)
         self.relay = threading.Thread(target=carry, daemon=True)
         self.relay.start()
 
@@ -610,7 +608,8 @@ def _volume_name(folder):
 def _volume(folder, image_id, known={}):
     """The name of a volume on the daemon's machine that holds a folder's content, filled once (by a container of any
     image, which never runs)."""
-    if folder in known: return known[folder]
+    with contextlib.suppress(KeyError, docker.errors.NotFound):     # another run's `reap` may have found it unused
+        return _client().api.inspect_volume(known[folder])["Name"]
     name, owner = _volume_name(folder), _owner(os.getpid())
     labels = {"harness_rl.folder": str(folder), "harness_rl.maker": owner.partition(".")[0]}
     with _locked(name):
@@ -627,7 +626,8 @@ def _volume(folder, image_id, known={}):
                     archive.seek(0)
                     _client().api.put_archive(filler.id, "/fill", archive)
         finally: _remove_container(filler.id)
-    return known.setdefault(folder, name)
+    known[folder] = name
+    return name
 
 
 def _bridge(run_id, labels):
@@ -897,6 +897,7 @@ class Bubblewrap(Sandbox):
         code, archive = self._tar(inside, ["-c", "-C", parent, "--", name], stderr=subprocess.DEVNULL)
         if code not in (0, 1, 2): raise SandboxError(f"get {inside} from {self.name}: tar was killed ({code})")
         if not archive.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            if code == 1: raise SandboxError(f"get {inside} from {self.name}: bwrap failed")    # of tar it is 2
             raise FileNotFoundError(f"{inside} is not there in {self.name}")
         if code > 1:   # 1: a file changed while it was read
             raise ValueError(f"{inside} in {self.name} is not copied to the host: parts of it cannot be read")

@@ -179,8 +179,7 @@ def check(cfg: Config):
     assert not cfg.carry_over or not cfg.max_resample, (
         f"--carry_over {cfg.carry_over} with --max_resample {cfg.max_resample}: give one of them; a group that is "
         "still running cannot be told to be without variance")
-    assert not cfg.carry_over or not cfg.rollouts, (
-        f"--carry_over {cfg.carry_over} with --rollouts: which step a carried group was trained in is not on record")
+    assert not cfg.carry_over or not cfg.rollouts, f"--carry_over {cfg.carry_over}: with --rollouts nothing is sampled"
     assert cfg.overlong_buffer <= cfg.max_model_len, f"--overlong_buffer {cfg.overlong_buffer}: at most max_model_len"
     for name in ("max_tokens", "max_resample", "max_leaves", "max_logp_gap", "loss_constant", "overlong_buffer",
                  "kl_reward", "kl_loss", "value_warmup_steps", "value_clip", "save_every", "max_staleness"):
@@ -195,6 +194,9 @@ def check(cfg: Config):
     assert cfg.resume or not held, (
         f"--out {cfg.out}: it holds a run already; --resume goes on with it, else name another folder or remove it")
     if cfg.rollouts:
+        theirs = Path(cfg.rollouts) / "config.json"
+        assert not theirs.exists() or not json.loads(theirs.read_text()).get("carry_over"), (
+            f"--rollouts {cfg.rollouts}: it ran with --carry_over, so which step trained a group is not on record")
         num = len(list(Path(cfg.rollouts).glob("rollouts/step-????")))
         assert num >= cfg.steps, f"--rollouts {cfg.rollouts}: it holds {num} steps, fewer than --steps {cfg.steps}"
         assert Path(cfg.rollouts).resolve() != Path(cfg.out).resolve(), f"--rollouts {cfg.rollouts}: it is --out itself"
@@ -669,6 +671,7 @@ def main(cfg: Config):
         ("policy", policy, opt), ("critic", critic, value_opt), ("reference", reference, None)) if net is not None]
     first, version, times_seen, solved = 0, 0, Counter(), {}         # solved: category -> running success rate
     is_checked, best = not (cfg.check_packing and cfg.share), at.get("best", -1.)
+    assert cfg.carry_over or not at.get("flying"), f"--carry_over 0: {saved} has rollouts that go on; give what it had"
     flying = [Group(rollout.make_jobs([t for t in train_tasks if t.id == id], [name], cfg.group_size), folder, born,
                     i % world) for i, (id, name, folder, born) in enumerate(at.get("flying", []))]     # --carry_over
     if saved:
@@ -849,6 +852,7 @@ def main(cfg: Config):
         done = run()
         if is_live and scripted is None and engine.engine.errored:
             print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
+            if runner is not None: runner.stop()            # else its next rollouts would wait for a closed proxy
             engine.close()
             if is_gpu: torch.cuda.empty_cache()             # what torch keeps for later the new engine needs now
             engine = make_engine("vllm")
@@ -865,9 +869,10 @@ def main(cfg: Config):
         known = [recorded(record, g.born, newest) for record in records]
 
         def calls(record):
-            try: found = tree.read(record).calls
+            try: r = tree.read(record)
             except (OSError, ValueError): return None
-            return [c for c in found if c.finish not in tree.UNTRAINED_FINISH and c.versions
+            if r.temperature != cfg.temperature: return None
+            return [c for c in r.calls if c.finish not in tree.UNTRAINED_FINISH and c.versions
                     and g.born <= c.versions[0][0] and c.versions[-1][0] <= newest] or None
         missing = [i for i, r in enumerate(known) if r is None]
         fresh = iter(runner.begin([g.jobs[i] for i in missing], out / "rollouts" / g.folder,

@@ -7,12 +7,14 @@ data; without data: no more comes this way. An agent may write to the pipe as we
 client that does not read its answer holds up the others of its sandbox.
 """
 import itertools
+import math
 import os
 import select
 import socket
 import struct
 import sys
 import threading
+import time
 
 MOST_BYTES, MOST_CONNECTIONS = 1 << 16, 256
 
@@ -22,7 +24,8 @@ class Frames:
 
     def __init__(self, read, write, connect=None):
         self.read, self.write, self.connect = read, write, connect
-        self.sockets, self.half_closed, self.lock = {}, set(), threading.Lock()
+        self.sockets, self.half_closed = {}, set()
+        self.lock, self.end_lock = threading.Lock(), threading.Lock()       # one lock: two full pipes could hold it
 
     def send(self, number: int, data=b""):
         with self.lock:
@@ -46,7 +49,7 @@ class Frames:
 
     def end(self, number: int):
         """One direction is over; after the second the connection is."""
-        with self.lock:
+        with self.end_lock:
             is_over = number in self.half_closed
             self.half_closed ^= {number}
         if is_over and (sock := self.sockets.pop(number, None)):
@@ -98,20 +101,22 @@ def over_exec(wire, connect) -> Frames:
     output, ready = bytearray(), select.poll()
     ready.register(wire, select.POLLIN)
 
-    def exactly(size):
+    def exactly(size, deadline):
         data = bytearray()
         while len(data) < size:
             while not (hasattr(wire, "pending") and wire.pending() or ready.poll(1000)):
-                pass
+                if time.monotonic() > deadline:
+                    return b""
             with frames.lock:               # TLS: OpenSSL does not bear one thread that reads and one that writes
                 if not (chunk := wire.recv(size - len(data))):
                     break
             data += chunk
         return bytes(data)
 
-    def read(size):                         # the daemon has frames of its own: stream (4 bytes), length (4), data
-        while len(output) < size and (head := exactly(8)):
-            output.extend(exactly(int.from_bytes(head[4:], "big")))
+    def read(size, timeout_s=math.inf):     # the daemon has frames of its own: stream (4 bytes), length (4), data
+        deadline = time.monotonic() + timeout_s
+        while len(output) < size and (head := exactly(8, deadline)):
+            output.extend(exactly(int.from_bytes(head[4:], "big"), deadline))
         data = bytes(output[:size])
         del output[:size]
         return data
