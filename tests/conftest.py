@@ -170,8 +170,9 @@ def far_daemon(docker, tmp_path_factory):
     env = {"DOCKER_HOST": f"tcp://127.0.0.1:{port}", "DOCKER_TLS_VERIFY": "1", "DOCKER_CERT_PATH": str(folder),
            "REQUESTS_CA_BUNDLE": str(folder / "ca.pem")}
     with open(folder / "log", "w") as log:
+        # vLLM has put a library into LD_PRELOAD by now, which the daemon may not see: its shims fail over the warning
         daemon = subprocess.Popen(["unshare", "-m", "-n", "bash", "-ec", start], stdout=log, stderr=log,
-                                  pass_fds=[number])
+                                  pass_fds=[number], env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"})
     try:
         for _ in range(30):
             is_up = not subprocess.run(["timeout", "2", "docker", "version"], env=os.environ | env,

@@ -152,8 +152,8 @@ def test_sandbox():
 
 def test_proxy_and_weights():
     """Would catch a comparison in which a call went past the recorder, and a benchmark that no longer finds the engine."""
-    rows = result("proxy", "--scale", 0.005, "--num", 2)["load"]
-    assert [row["clients"] for row in rows] == [1, 16, 64] * 2
+    rows = result("proxy", "--scale", 0.005, "--num", 2, "--clients", "1,8")["load"]
+    assert [row["clients"] for row in rows] == [1, 8] * 2
     assert all(row["throughput_ratio"] > 0 and row["plain_ms"] > 0 for row in rows)
     got = result("weights", "--num", 1)
     assert got["gb"] == pytest.approx(0.269, abs=0.01) and got["over_copy"] > 0

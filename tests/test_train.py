@@ -520,9 +520,9 @@ def compare(got, want):
     assert [(r["phase"], r.get("step")) for r in got] == [(r["phase"], r.get("step")) for r in want]
     for g, w in zip(got, want):
         w = {k: v for k, v in w.items() if k != "tokens/unique"}            # depends on the cut into micro-batches
-        # the greatest gap of all tokens shows where Adam, out of a rounding error, stepped the other way
+        # the greatest gaps of all tokens show where Adam, out of a rounding error, stepped the other way
         assert {k: g[k] for k in w} == {
-            k: close(v, rel=1e-4, abs=1e-4 if k.endswith("_max") else 1e-5) for k, v in w.items()}
+            k: close(v, rel=1e-4, abs=1e-3 if k.endswith(("_max", "_p99")) else 1e-5) for k, v in w.items()}
 
 
 def gradients(out, step):
