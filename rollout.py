@@ -282,7 +282,7 @@ class Runner:
             end |= {"outcome": "no_calls", "reward": None,
                     "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
             print(f"warning: {job.id}: {end['detail']}", file=sys.stderr)
-        for mine in [x for x in self.boxes if x[0] == threading.get_ident()]: self.boxes.remove(mine)
+        for box in [x for x in self.boxes if x.thread == threading.get_ident()]: self.boxes.remove(box)
         with open(record, "a") as f:
             end |= {"seconds": seconds, "sandbox": self.kind, "verify": mode}
             f.write(json.dumps({"type": "end"} | end) + "\n")
@@ -293,7 +293,8 @@ class Runner:
         limits = job.task.limits | {"memory_mb": job.task.limits["memory_mb"] + memory_mb}
         box = sandbox.SANDBOXES[self.kind](env or job.task.env, run_id=self.run_id, name=f"{job.id}.{stage}", **limits,
                                            **kw)
-        self.boxes.append((threading.get_ident(), box))     # a rollout has a thread of its own
+        box.thread = threading.get_ident()                  # a rollout has one of its own
+        self.boxes.append(box)
         self.is_going.wait()
         if self.is_stopping.is_set(): raise sandbox.SandboxError("the run is stopping")
         return box
@@ -448,7 +449,7 @@ class Runner:
             self.is_stopping.set(), self.is_going.set()
             self.pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in self.futures):    # one just made may start after a stop
-                for _, box in list(self.boxes):
+                for box in list(self.boxes):
                     with contextlib.suppress(sandbox.SandboxError): box.stop()
                 time.sleep(0.05)
         if self.pool: self.pool.shutdown()
