@@ -110,7 +110,7 @@ class Config:
     max_leaves: int = 0                  # a rollout of more paths leaves loss and statistics (0 = no limit)
     max_logp_gap: float = 0.1            # mean |logp_old - logp_rollout| above which an update is refused (0 = never)
     # critic (ppo)
-    value_lr: float = 1e-4               # at 1e-5 and one update a step it knows nothing after 27 steps (LOG.md)
+    value_lr: float = 1e-4               # its learning rate (1e-5 and one update a step: nothing learnt in 27, LOG.md)
     value_warmup_steps: int = 2          # first RL steps, in which the critic alone learns
     value_clip: float = 0.2              # greatest change of a value in an update (0 = no clip)
     gamma: float = 1.0                   # discount a trained token
@@ -843,10 +843,10 @@ def main(cfg: Config):
             fresh = iter(make_runner(scripted or engine).run_all(missing, source, what, quiet=rank > 0)
                          if missing else ())
             return [next(fresh) if r is None else r for r in known]
-        done = gather(alive(run, folder, scripted), world, cfg.deadline_s)
+        done = gather(on_an_engine(run, folder, scripted), world, cfg.deadline_s)
         return [done[i % world][i // world] for i in range(len(jobs))]
 
-    def alive(run, folder: str, scripted=None):
+    def on_an_engine(run, folder: str, scripted=None):
         """run(), and once more with a new engine where vLLM's has died in it."""
         nonlocal engine
         done = run()
@@ -908,7 +908,7 @@ def main(cfg: Config):
             while sum(g.has_ended() for g in mine) < (len(mine) if is_last else shares[rank]):
                 concurrent.futures.wait([f for g in mine for f in g.futures if not f.done()],
                                         return_when=concurrent.futures.FIRST_COMPLETED)
-        alive(run, f"step-{step:04}")
+        on_an_engine(run, f"step-{step:04}")
         for g in mine:
             if not g.has_ended() and g.born + cfg.max_staleness <= version:
                 runner.give_up(g.jobs, out / "rollouts" / g.folder, g.futures)

@@ -200,16 +200,16 @@ def tokens_file(path: Path, mtime_ns: int):
 
 def token_columns(root: Path, folder: str, record) -> dict:
     """call -> old, now, adv of its sampled tokens, NaN where train.py (--save_tokens) computed none."""
-    config, first = root / "config.json", f"{folder.partition('.')[0]}.npz"
-    if not re.match(r"step-\d+", folder): return {}
+    config, begun, out = root / "config.json", re.match(r"step-(\d+)", folder), {}
     config = json.loads(config.read_text()) if config.is_file() else {}
-    num = 1 + config.get("max_staleness", 0) if config.get("carry_over") else 1     # it may be a later step's
-    files, t, mine = sorted(p for p in (root / "tokens").glob("step-*.npz") if p.name >= first)[:num], None, ()
-    for file in files if num > 1 or files and files[0].name == first else ():
-        if len(mine): break
-        t, out = tokens_file(file, file.stat().st_mtime_ns), {}
+    last = config.get("max_staleness", 0) if config.get("carry_over") else 0    # so many steps later it was trained
+    for step in range(int(begun[1]), int(begun[1]) + last + 1) if begun else ():
+        file = root / "tokens" / f"step-{step:04}.npz"
+        if not file.is_file(): continue
+        t = tokens_file(file, file.stat().st_mtime_ns)
         mine = np.flatnonzero((t["id"] == record.id) & (t["started_s"] == record.started_s))
-    if t is None: return {}
+        if len(mine): break
+    else: return {}
     for c in record.calls:
         at = np.flatnonzero(np.isin(t["rollout"], mine) & (t["call"] == c.id))
         out[c.id] = {name: np.full(len(c.sampled_ids), np.nan) for name in ("old", "now", "adv") if len(at)}

@@ -25,7 +25,7 @@ find . -mindepth 1 \( "$@" \) -prune -o -type d -print0 | sort -rz | xargs -0 rm
 exit 0"""
 AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py"}
 SHADOWING = re.compile(rf"({'|'.join(sys.stdlib_module_names)}|_?pytest|pluggy)(/__init__)?\.([\w-]+\.)?(py|pyc|so)")
-SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: links there tell nothing new
+SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: a link there reveals nothing
 
 
 # Of all repositories below a folder ($0): one commit of what HEAD holds, the index and the files as they are. One in an
