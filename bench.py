@@ -37,9 +37,9 @@ graft: CPU time. session_growth: of a call (graft, record) of a session that gro
 weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
     of a plain copy of the same bytes.
 carry: --num (0 = 8) steps of 4 groups of 4 scripted rollouts through the `bash` harness, and an update of 1 s after
-    each; 1 rollout of 16, by chance, runs a command of 8 s, the others one of 0.5 s. ratio: seconds a trained group,
-    with train.py's --carry_over 0.5 (6 groups in flight) over those without; the last step waits for all. carried:
-    groups that outlived an update; most_updates: the most that one did."""
+    each; 1 rollout of 16, by chance, runs a command of 8 s times --scale, the others one of 0.5 s. ratio: seconds a
+    trained group, with train.py's --carry_over 0.5 (6 groups in flight) over those without; the last step waits for
+    all. carried: groups that outlived an update; most_updates: the most that one did."""
 import argparse, asyncio, concurrent.futures, ctypes, json, math, os, random, subprocess, tempfile, time, uuid
 from array import array
 from pathlib import Path
@@ -435,14 +435,14 @@ def bench_weights(args) -> dict:
             "copy_s": median(b for _, b in times), "gb": sum(t.nbytes for t in shared.values()) / 1e9}
 
 
-def carry_steps(runner, task, out: Path, num_steps: int, share: float) -> dict:
+def carry_steps(runner, task, out: Path, num_steps: int, share: float, tail_s: float) -> dict:
     """Steps as train.py's, with what it does to runner and engine around an update."""
     chance, flying, num_begun, spans, begin = random.Random(0), [], 0, [], time.perf_counter()
     for step in range(num_steps):
         is_last = step + 1 == num_steps
         while len(flying) < 4 + int(4 * share) * (not is_last):
-            jobs = [rollout.Job(task, "bash", 4 * num_begun + i, (f"sleep {8 if chance.random() < 1 / 16 else 0.5}",
-                                                                  "DONE")) for i in range(4)]
+            sleeps = [tail_s if chance.random() < 1 / 16 else 0.5 for _ in range(4)]
+            jobs = [rollout.Job(task, "bash", 4 * num_begun + i, (f"sleep {s}", "DONE")) for i, s in enumerate(sleeps)]
             flying.append((step, runner.begin(jobs, out)))
             num_begun += 1
         has_ended = lambda group: all(f.done() for f in group[1])
@@ -467,7 +467,8 @@ def bench_carry(args) -> dict:
         with boundary.Proxy(random_model(f"{tmp}/model"), max_model_len=1024, engine="scripted") as proxy:
             for share in (0., 0.5):
                 runner = rollout.Runner(proxy, kind, uuid.uuid4().hex[:12], num_parallel=24)
-                try: rows.append(carry_steps(runner, task, Path(tmp, str(share)), args.num or 8, share))
+                try: rows.append(carry_steps(runner, task, Path(tmp, str(share)), args.num or 8, share,
+                                             8 * (args.scale or 1.)))
                 finally: runner.stop()
     return {"ratio": rows[1]["group_s"] / rows[0]["group_s"], "runs": rows}
 
@@ -497,7 +498,7 @@ def parse(argv=None):
     p.add_argument("name", help=f"one of {', '.join(BENCHMARKS)}")
     p.add_argument("runs", nargs="*", metavar="RUN_DIR", help="runs: folders of train.py, of one configuration")
     p.add_argument("--scale", type=float, default=0.,
-                   help="tree, packing, proxy: token counts times this (0 = 1; packing on a CPU 0.1)")
+                   help="tree, packing, proxy: token counts times this (0 = 1; packing on a CPU 0.1); carry: the tail")
     p.add_argument("--num", type=int, default=0, help="sandbox: rollouts (0 = 16); proxy: calls; weights: rounds; "
                                                            "carry: steps")
     p.add_argument("--clients", type=lambda text: [*map(int, text.split(","))], default=[1, 16, 64],
