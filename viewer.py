@@ -97,10 +97,10 @@ class Record:
 class Run:
     def __init__(self, root: Path, name: str):
         self.root, self.name, self.records, self.metrics, self.config = root, name, {}, [], {}
-        self.metrics_size, self.metrics_gen = 0, 0
+        self.metrics_size, self.metrics_gen, self.gen = 0, 0, 0
 
     def refresh(self, gen: int) -> bool:
-        """Reads what is new and marks it with gen. -> is anything?"""
+        """Reads what is new and marks it, and the run, with gen. -> is anything?"""
         changed, config, metrics = False, self.root / "config.json", self.root / "metrics.jsonl"
         if not self.config and config.is_file():
             with contextlib.suppress(ValueError): self.config, changed = json.loads(config.read_text()), True
@@ -116,6 +116,7 @@ class Run:
                     if not re.match(rb'\s*\{\s*"type":\s*"rollout".*\n', head): continue      # no record, or not yet
                     self.records[path] = Record(path, path.relative_to(self.root).as_posix().removesuffix(".jsonl"))
                 if self.records[path].read_on(): self.records[path].row["gen"], changed = gen, True
+        if changed: self.gen = gen
         return changed
 
     def news(self, since: int) -> dict:
@@ -129,49 +130,57 @@ class Run:
 
 # --- what to say of it ------------------------------------------------------------------------------------------------
 def health(config: dict, metrics: list, rows: list) -> list:
-    """Warnings in words: [how bad (1 look, 2 act), text], the worst first."""
-    out, steps = [], [m for m in metrics if m.get("phase") == "rl"]
+    """Warnings in words: (how bad (1 look, 2 act), text), the worst first."""
+    broken, ended = [x for x in rows if "error" in x], [x for x in rows if x["outcome"]]
+    out = [(2, f"{len(broken)} records are broken: {x['id']}: {x['error']}") for x in broken[:1]]
+    out += of_training(config, [m for m in metrics if m.get("phase") == "rl"])
+    out += of_rollouts(sorted(ended, key=lambda x: x["started_s"] or 0)[-256:])
+    return sorted(out, key=lambda x: -x[0])
+
+
+def of_training(config: dict, steps: list):
+    """Yields what there is to say of the steps' metrics."""
     got = lambda name: [m[name] for m in steps if isinstance(m.get(name), (int, float))]
-    say = lambda level, text: out.append([level, text])
-    gap, r, limit, entropy = (got("fidelity/gap_mean"), got("fidelity/gap_pearson"), config.get("max_logp_gap") or 0.1,
-                              got("train/entropy"))
-    if gap and gap[-1] > limit / 2:
-        say(2, f"Fidelity is low: engine and trainer are {gap[-1]:.3f} nats a token apart ({limit:g} stops updates).")
-    elif r and r[-1] < 0.99: say(1, f"Fidelity: probabilities of engine and trainer correlate by {r[-1]:.4f} only.")
-    if len(entropy) >= 6 and (start := fmean(entropy[:3])) > 0:
-        now = fmean(entropy[-3:])
-        if now < 0.3 * start: say(2, f"Entropy is collapsing: {start:.3f} at first, {now:.3f} now: little is explored.")
-        if now > 3 * start: say(2, f"Entropy is rising: {start:.3f} at first, {now:.3f} now: the policy falls apart.")
+    now = lambda name: (got(name) or [math.nan])[-1]            # NaN is on no side of a limit
+    gap, limit, r, ess = (now("fidelity/gap_mean"), config.get("max_logp_gap") or 0.1, now("fidelity/gap_pearson"),
+                          now("train/ess"))
+    if gap > limit / 2:
+        yield 2, f"Fidelity is low: engine and trainer are {gap:.3f} nats a token apart ({limit:g} stops updates)."
+    elif r < 0.99: yield 1, f"Fidelity: probabilities of engine and trainer correlate by {r:.4f} only."
+    if ess < 0.5: yield 1, f"The correction leaves {100 * ess:.0f} % of the tokens' worth."
+    if len(entropy := got("train/entropy")) >= 6:
+        first, last = fmean(entropy[:3]), fmean(entropy[-3:])
+        told = f"{first:.3f} at first, {last:.3f} now"
+        if last < 0.3 * first: yield 2, f"Entropy is collapsing: {told}: little is explored."
+        if last > 3 * first > 0: yield 2, f"Entropy is rising: {told}: the policy falls apart."
     num, equal = (sum(got(k)[-3:]) for k in ("groups/num", "groups/zero_variance"))
     if num and equal >= 0.7 * num and (reward := got("reward/mean")[-3:]):
-        say(2, f"Groups are all equal: {equal} of the last {num} have one reward throughout and teach nothing; mean "
-               f"{fmean(reward):.2f}, so the tasks are too {'easy' if fmean(reward) > 0.5 else 'hard'}.")
-    last = sorted([x for x in rows if x["outcome"]], key=lambda x: x["started_s"] or 0)[-256:]
+        mean = fmean(reward)
+        which = "too easy" if mean > 0.7 else "too hard" if mean < 0.3 else "some too easy, others too hard"
+        yield 2, (f"Groups are all equal: {equal:g} of the last {num:g} have one reward throughout and teach nothing; "
+                  f"mean {mean:.2f}: the tasks are {which}.")
+    for name, what in (("memory/all_gb", "Memory, GB,"), ("sandboxes/alive", "The number of sandboxes alive")):
+        x = got(name)[1:]
+        if len(x) >= 5 and x[-1] > 1.2 * x[0] and sum(b >= a for a, b in zip(x, x[1:])) >= 0.8 * (len(x) - 1):
+            yield 2, f"{what} grew at nearly every step, from {x[0]:.1f} to {x[-1]:.1f}: a leak?"
+
+
+def of_rollouts(last: list):
+    """Yields what there is to say of the last rollouts' rows, harness by harness."""
     of = {h: [x for x in last if x["harness"] == h] for h in sorted({x["harness"] for x in last})}
     mean = {h: fmean([x["reward"] or 0. for x in xs]) for h, xs in of.items()}
     for h, xs in of.items():
         bad = Counter(x["outcome"] for x in xs if x["outcome"] not in ("ok", "overlong"))
-        told = ", ".join(f"{n} {k}" for k, n in bad.most_common())
-        is_bad = bad.total() > max(1, 0.2 * len(xs))
-        if is_bad: say(2, f"Harness {h} is failing: of its last {len(xs)} rollouts {told}.")
-        elif bad: say(1, f"Harness {h}: of its last {len(xs)} rollouts {told}.")
+        told, is_failing = ", ".join(f"{n} {k}" for k, n in bad.most_common()), bad.total() > max(1, 0.2 * len(xs))
+        if bad: yield 1 + is_failing, f"Harness {h}{' is failing' * is_failing}: of its last {len(xs)} rollouts {told}."
         if len(xs) >= 4 and mean[h] == 0 and max(mean.values()) > 0.1 and h != "nop":
-            say(2, f"Harness {h} solves nothing in {len(xs)} rollouts, others do.")
-        unknown, cost, used = (sum(f(x) for x in xs) for f in (
-            lambda x: x["forks"].get("unknown", (0, 0))[0], lambda x: x["cost"], lambda x: x["tokens"]))
-        if unknown: say(1, f"Harness {h}: {unknown} forks of unknown cause: worth a bug report.")
-        if cost > 0.3 * used: say(1, f"Harness {h} forks dearly: {cost:,} tokens again, for paths of {used:,}.")
+            yield 2, f"Harness {h} solves nothing in {len(xs)} rollouts, others do."
+        cost, used = (sum(x[k] for x in xs) for k in ("cost", "tokens"))
+        unknown = sum(x["forks"].get("unknown", (0, 0))[0] for x in xs)
+        if unknown: yield 1, f"Harness {h}: {unknown} forks of unknown cause: worth a bug report."
+        if cost > 0.3 * used: yield 1, f"Harness {h} forks dearly: {cost:,} tokens again, for paths of {used:,}."
     calls, cut = (sum(x[k] for x in last) for k in ("calls", "cut"))
-    if cut > 0.2 * calls: say(1, f"{cut} of the last {calls} replies were cut at max_tokens.")
-    for name, what in (("memory/all_gb", "Memory, GB,"), ("sandboxes/alive", "The number of sandboxes alive")):
-        x = got(name)[1:]
-        if len(x) >= 5 and x[-1] > 1.2 * x[0] and sum(b >= a for a, b in zip(x, x[1:])) >= 0.8 * (len(x) - 1):
-            say(2, f"{what} leaks: from {x[0]:.1f} to {x[-1]:.1f}, growing nearly every step.")
-    ess = got("train/ess")
-    if ess and ess[-1] < 0.5: say(1, f"The correction leaves {100 * ess[-1]:.0f} % of the tokens' worth.")
-    broken = [x for x in rows if "error" in x]
-    if broken: say(2, f"{len(broken)} records are broken: {broken[0]['id']}: {broken[0]['error']}")
-    return sorted(out, key=lambda x: -x[0])
+    if cut > 0.2 * calls: yield 1, f"{cut} of the last {calls} replies were cut at max_tokens."
 
 
 def why(row: dict, verifier: str, left_out: dict) -> list:
@@ -198,13 +207,12 @@ def tokens_file(path: Path, mtime_ns: int):
     with np.load(path) as f: return dict(f)
 
 
-def token_columns(root: Path, folder: str, record) -> dict:
+def token_columns(run: Run, folder: str, record) -> dict:
     """call -> old, now, adv of its sampled tokens, NaN where train.py (--save_tokens) computed none."""
-    config, begun, out = root / "config.json", re.match(r"step-(\d+)", folder), {}
-    config = json.loads(config.read_text()) if config.is_file() else {}
-    last = config.get("max_staleness", 0) if config.get("carry_over") else 0    # so many steps later it was trained
+    begun, out = re.match(r"step-(\d+)", folder), {}
+    last = run.config.get("max_staleness", 0) if run.config.get("carry_over") else 0    # trained so many steps later
     for step in range(int(begun[1]), int(begun[1]) + last + 1) if begun else ():
-        file = root / "tokens" / f"step-{step:04}.npz"
+        file = run.root / "tokens" / f"step-{step:04}.npz"
         if not file.is_file(): continue
         t = tokens_file(file, file.stat().st_mtime_ns)
         mine = np.flatnonzero((t["id"] == record.id) & (t["started_s"] == record.started_s))
@@ -231,13 +239,9 @@ def load_tokenizer(model: str):
 def logs(path: Path) -> tuple:
     """-> the harness's output and the verifier's; of a long log both ends."""
     if not path.is_file(): return "", ""
-    with open(path, "rb") as f:
-        size = f.seek(0, 2)
-        f.seek(0)
-        raw = f.read(LOG_BYTES)
-        if size > 2 * LOG_BYTES: raw += f"\n[... {size - 2 * LOG_BYTES:,} bytes left out ...]\n".encode()
-        f.seek(max(LOG_BYTES, size - LOG_BYTES))
-        raw += f.read()
+    raw = path.read_bytes()
+    if (more := len(raw) - 2 * LOG_BYTES) > 0:
+        raw = raw[:LOG_BYTES] + f"\n[... {more:,} bytes left out ...]\n".encode() + raw[-LOG_BYTES:]
     harness, _, verifier = ("\n" + raw.decode(errors="replace")).rpartition("\n=== verifier\n")
     return (harness if _ else verifier).removeprefix("\n"), verifier if _ else ""
 
@@ -245,7 +249,8 @@ def logs(path: Path) -> tuple:
 # --- the answers, as JSON-able objects; an export holds the same ------------------------------------------------------
 class Viewer:
     def __init__(self, folders: list, tokenizer=""):
-        self.tokenizer, self.pieces, self.boot, self.gen, self.checked = tokenizer, {}, uuid.uuid4().hex, 0, 0.
+        self.tokenizer, self.pieces, self.boot, self.gen = tokenizer, {}, uuid.uuid4().hex, 0
+        self.checked, self.took_s = 0., 0.
         self.lock, self.runs = threading.Lock(), {}
         for root in map(Path, folders):
             if not root.is_dir(): raise FileNotFoundError(f"{root}: no such folder; name an --out of train.py")
@@ -258,11 +263,11 @@ class Viewer:
     def state(self, since="0", boot="") -> dict:
         """What changed after generation `since` of this server's start (`boot`)."""
         with self.lock:
-            if time.monotonic() > self.checked + 0.5:
+            if (begin := time.monotonic()) > self.checked + max(0.5, 9 * self.took_s):     # a tenth of a core at most
                 self.gen += any([run.refresh(self.gen + 1) for run in self.runs.values()])
-                self.checked = time.monotonic()
+                self.checked, self.took_s = time.monotonic(), time.monotonic() - begin
             since = int(since) if boot == self.boot else -1
-            runs = [run.news(since) for run in self.runs.values()] if since < self.gen else []
+            runs = [run.news(since) for run in self.runs.values() if run.gen > since]
             return clean({"boot": self.boot, "gen": self.gen, "runs": runs})
 
     def find(self, id: str) -> tuple:
@@ -272,7 +277,7 @@ class Viewer:
         entry = run and run.records.get(run.root / f"{name}.jsonl")
         if not entry: raise LookupError(f"no rollout {id}")
         record = load(entry.path, entry.path.stat().st_mtime_ns)
-        return run, entry, record, token_columns(run.root, entry.row["folder"], record)
+        return run, entry, record, token_columns(run, entry.row["folder"], record)
 
     def rollout(self, id: str) -> dict:
         run, entry, record, columns = self.find(id)
@@ -298,6 +303,7 @@ class Viewer:
         return clean({"row": row | {"run": run.name}, "calls": [show(c) for c in record.calls], "group": sorted(group),
                       "num_unique": built.num_unique, "num_flat": built.num_flat, "num_trained": built.num_trained,
                       "why": why(row, verifier, built.left_out), "harness_log": harness_log, "verifier": verifier,
+                      "asked": text(record.calls[0].prompt_ids[-120:]) if record.calls else "",
                       "more": record.more, "tokenizer": None if self.decoder(record.model) else told})
 
     def tokens(self, id: str, call: str, start="0", end="0") -> dict:
@@ -368,15 +374,15 @@ def page(data="null") -> tuple:
 
 def export(viewer: Viewer, file: Path, limit: int):
     """Everything but rollouts, and of these at most `limit`: in turn by harness, outcome and reward, failures first."""
-    state, pools = viewer.state(), {}
+    state, turns, num = viewer.state(), [], Counter()
     answers = {"state": state}
     for run in state["runs"]:
         for row in sorted(run["rows"], key=lambda r: (r["reward"] or 0, -(r["started_s"] or 0))):
-            pool = pools.setdefault((run["name"], row["harness"], row["outcome"], row["reward"]), [])
-            if "error" not in row: pool.append(f"{run['name']}/{row['id']}")
-    turns = sorted((i, k) for k, pool in enumerate(pools.values()) for i in range(len(pool)))
-    for i, k in turns[:limit]:
-        id = list(pools.values())[k][i]
+            if "error" in row: continue
+            kind = run["name"], row["harness"], row["outcome"], row["reward"]
+            turns.append((num[kind], f"{run['name']}/{row['id']}"))
+            num[kind] += 1
+    for _, id in sorted(turns, key=lambda t: t[0])[:limit]:
         answers[f"rollout?id={id}"] = r = viewer.rollout(id)
         for c in r["calls"]:
             query = {"id": id, "call": c["id"], "start": 0 if c["parent"] is None else c["shared"]}
