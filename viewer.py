@@ -47,77 +47,72 @@ def clean(x):
     return [clean(v) for v in x] if isinstance(x, list) else x
 
 
-def new_lines(path: Path, offset: int):
-    """The whole lines from offset on, each with its end; the last may still be being written."""
-    with open(path, "rb") as f:
-        f.seek(offset)
-        for text in f:
-            if text.endswith(b"\n"): yield text, f.tell()
+whole_lines = lambda path: path.read_bytes().split(b"\n")[:-1]              # the last may be in the writing
+state_of = lambda path: (path.stat().st_mtime_ns, path.stat().st_size)
 
 
 class Record:
-    """A rollout's row in the list; read on as its file grows."""
-    def __init__(self, path: Path, id: str):
-        self.path, self.stat, self.offset, self.head, self.sizes = path, None, 0, b"", {}
-        folder, _, name = id.rpartition("/")
-        self.row = {"id": id, "folder": folder.removeprefix("rollouts/"), "task": "", "harness": "", "name": name,
-                    "started_s": None, "outcome": None, "reward": None, "detail": "", "seconds": {}, "calls": 0,
-                    "sampled": 0, "tokens": 0, "cut": 0, "engine_s": 0., "forks": {}, "cost": 0, "kinds": []}
+    """A rollout's row in the list, and the state of the file that it was read from."""
+    def __init__(self, path: Path, id: str): self.path, self.id, self.stat, self.row = path, id, None, {}
 
     def read_on(self) -> bool:
         """-> has it changed?"""
-        stat = self.path.stat()
-        if self.stat == (stat.st_mtime_ns, stat.st_size): return False
-        with open(self.path, "rb") as f: head = f.readline()
-        if self.head and head != self.head: self.__init__(self.path, self.row["id"])        # written anew
-        self.stat, self.head = (stat.st_mtime_ns, stat.st_size), head
-        for text, self.offset in new_lines(self.path, self.offset):
-            try: self.take(decode_line(text))
-            except msgspec.MsgspecError as e: self.row["error"] = f"a line that ends at byte {self.offset}: {e}"
+        if (stat := state_of(self.path)) == self.stat: return False
+        self.stat, self.row = stat, read_row(self.path, self.id)
         return True
 
-    def take(self, line: Line):
-        row = self.row
-        copied = {"rollout": ("task", "harness", "started_s"), "end": ("outcome", "reward", "detail", "seconds")}
+
+def read_row(path: Path, id: str) -> dict:
+    """What the list shows of a record, finished or not."""
+    (folder, _, name), sizes = id.rpartition("/"), {}
+    row = {"id": id, "folder": folder.removeprefix("rollouts/"), "name": name, "task": "", "harness": "",
+           "started_s": None, "outcome": None, "reward": None, "detail": "", "seconds": {}, "calls": 0, "sampled": 0,
+           "tokens": 0, "cut": 0, "engine_s": 0., "forks": {}, "cost": 0, "kinds": []}
+    copied = {"rollout": ("task", "harness", "started_s"), "end": ("outcome", "reward", "detail", "seconds")}
+    for i, text in enumerate(whole_lines(path), 1):
+        try: line = decode_line(text)
+        except msgspec.MsgspecError as e:
+            row["error"] = f"line {i}: {e}"
+            continue
         row |= {k: getattr(line, k) for k in copied.get(line.type, ())}
-        if line.kind and line.kind not in row["kinds"]: row["kinds"] = [*row["kinds"], line.kind]
-        if line.type != "call": return
-        prompt, sampled = line.shared + count(line.tail), count(line.sampled)
+        if line.type != "call": continue
+        prompt, sampled, fork = line.shared + count(line.tail), count(line.sampled), row["forks"]
+        if line.kind not in row["kinds"]: row["kinds"].append(line.kind)
         if line.cause:
-            num, tokens = row["forks"].get(line.cause, (0, 0))
-            cost = tree.fork_cost(prompt, self.sizes.get(line.parent, 0), line.shared)
-            row["forks"], row["cost"] = row["forks"] | {line.cause: [num + 1, tokens + cost]}, row["cost"] + cost
-        self.sizes[line.id] = prompt + sampled
+            num, tokens = fork.get(line.cause, (0, 0))
+            cost = tree.fork_cost(prompt, sizes.get(line.parent, 0), line.shared)
+            fork[line.cause], row["cost"] = (num + 1, tokens + cost), row["cost"] + cost
+        sizes[line.id] = prompt + sampled
         row["tokens"] = max(row["tokens"], prompt + sampled)
         took_s = line.finished_s - line.received_s if line.finished_s and line.received_s else 0.
         for k, v in (("calls", 1), ("sampled", sampled), ("cut", line.finish == "length"), ("engine_s", took_s)):
             row[k] += v
+    return row
 
 
 class Run:
     def __init__(self, root: Path, name: str):
-        self.root, self.name, self.records, self.metrics, self.config = root, name, {}, [], {}
-        self.metrics_size, self.metrics_gen, self.gen = 0, 0, 0
+        self.root, self.name, self.records, self.metrics, self.config, self.gen = root, name, {}, [], {}, 0
+        self.metrics_stat, self.metrics_gen = None, 0
 
     def refresh(self, gen: int) -> bool:
         """Reads what is new and marks it, and the run, with gen. -> is anything?"""
-        changed, config, metrics = False, self.root / "config.json", self.root / "metrics.jsonl"
+        before, config, metrics = self.gen, self.root / "config.json", self.root / "metrics.jsonl"
         if not self.config and config.is_file():
-            with contextlib.suppress(ValueError): self.config, changed = json.loads(config.read_text()), True
-        if metrics.is_file() and (size := metrics.stat().st_size) != self.metrics_size:
-            if size < self.metrics_size: self.metrics, self.metrics_size = [], 0
-            for text, self.metrics_size in new_lines(metrics, self.metrics_size):
+            with contextlib.suppress(ValueError): self.config, self.gen = json.loads(config.read_text()), gen
+        if metrics.is_file() and (stat := state_of(metrics)) != self.metrics_stat:
+            self.metrics, self.metrics_stat, self.metrics_gen, self.gen = [], stat, gen, gen
+            for text in whole_lines(metrics):
                 with contextlib.suppress(ValueError): self.metrics.append(clean(json.loads(text)))
-                self.metrics_gen, changed = gen, True
         for path in self.root.rglob("*.jsonl"):
             with contextlib.suppress(FileNotFoundError):
                 if path not in self.records:
                     with open(path, "rb") as f: head = f.readline()
                     if not re.match(rb'\s*\{\s*"type":\s*"rollout".*\n', head): continue      # no record, or not yet
-                    self.records[path] = Record(path, path.relative_to(self.root).as_posix().removesuffix(".jsonl"))
-                if self.records[path].read_on(): self.records[path].row["gen"], changed = gen, True
-        if changed: self.gen = gen
-        return changed
+                id = path.relative_to(self.root).as_posix().removesuffix(".jsonl")
+                record = self.records.get(path) or Record(path, id)
+                if record.read_on(): self.records[path], record.row["gen"], self.gen = record, gen, gen
+        return self.gen > before
 
     def news(self, since: int) -> dict:
         rows = [x.row for x in self.records.values()]
@@ -316,9 +311,8 @@ class Viewer:
         ids = c.ids[start:min(int(end), start + 20_000)]
         is_trained = any(c.id in a for a in tree.build(record).call)
         columns = {"logp": c.logp_rollout, "mask": [int(is_trained)] * len(c.sampled_ids), **columns.get(c.id, {})}
-        pad, at = [None] * min(len(ids), max(0, n - start)), slice(max(0, start - n), max(0, start + len(ids) - n))
         return clean({"start": start, "ids": ids, "text": self.text(record.model, ids),
-                      **{k: pad + list(map(float, v[at])) for k, v in columns.items()}})
+                      **{k: ([None] * n + list(map(float, v)))[start:start + len(ids)] for k, v in columns.items()}})
 
     def search(self, run: str, q: str, after="0") -> dict:
         """Rollouts whose logs or replies hold q (any case), from the after-th on; next: where it had to stop."""
@@ -335,7 +329,7 @@ class Viewer:
     def replies(self, path: Path) -> dict:
         """call -> what was sampled."""
         lines = []
-        for text, _ in new_lines(path, 0):
+        for text in whole_lines(path):
             with contextlib.suppress(msgspec.MsgspecError): lines.append(decode_line(text))
         tok, calls = self.decoder(next((x.model for x in lines), "")), [x for x in lines if x.type == "call"]
         if tok is None: return {}

@@ -204,9 +204,20 @@ def test_why_and_health(run):
     for name, values, word in (
             ("fidelity/gap_mean", [0.01] * 7 + [0.08], "Fidelity"), ("fidelity/gap_pearson", [0.9] * 8, "Fidelity"),
             ("train/entropy", [1, 1, 1, .5, .4, .2, .1, .1], "collapsing"), ("train/ess", [0.2] * 8, "correction"),
-            ("groups/zero_variance", [7] * 8, "all equal"), ("memory/all_gb", [5, 5, 6, 7, 8, 9, 10, 11], "leak")):
+            ("groups/zero_variance", [7] * 8, "all equal"), ("memory/all_gb", [5, 5, 6, 7, 8, 9, 10, 11], "leak"),
+            ("sandboxes/alive", range(8), "leak"), ("train/entropy", [1, 1, 1, 2, 3, 4, 5, 6], "rising")):
         warned = viewer.health({}, [m | {name: float(v)} for m, v in zip(fine, values)], [])
         assert len(warned) == 1 and word in warned[0][1], (name, warned)
+    for mean, which in ((0.1, "too hard"), (0.5, "some too easy, others too hard"), (0.9, "too easy")):
+        ((_, text),) = viewer.health({}, [m | {"groups/zero_variance": 7, "reward/mean": mean} for m in fine], [])
+        assert text.endswith(f"the tasks are {which}."), text
+    row = {"outcome": "ok", "reward": 1.0, "started_s": 0.0, "forks": {}, "cost": 0, "tokens": 9, "calls": 1, "cut": 0}
+    rows = [row | {"harness": "good"}] * 8 + [row | {"harness": "poor", "reward": 0.0}] * 8
+    assert viewer.health({}, [], rows) == [(2, "Harness poor solves nothing in 8 rollouts, others do.")]
+    for more, word in (({"cost": 5}, "forks dearly"), ({"forks": {"unknown": [1, 0]}}, "unknown cause"),
+                       ({"cut": 1}, "cut at max_tokens"), ({"error": "line 3", "id": "x"}, "records are broken")):
+        ((_, text),) = viewer.health({}, [], [x | more for x in rows[:8]])
+        assert word in text, text
 
 
 # ---- the server ----
@@ -355,6 +366,9 @@ def test_a_rollout_shows_its_fork_and_what_it_cost(tab, server):
     fork = tab.js("text(`.fork`)")
     assert "history_edited" in fork and "to three" in fork and re.search(r"[1-9]\d* tokens were computed again", fork)
     assert "history_edited: " in tab.js("all(`article svg`)[0].textContent")
+    assert "Count." in tab.js("all(`h2`).find(e => e.innerText === 'Asked').nextSibling.innerText")
+    tab.open(server[0] + AT + "forked&mode=tokens&color=gap", "text(`.panel`).includes('they have no gap')")
+    tab.open(server[0] + AT + "forked", "all(`article svg g`).length >= 6")
     tab.click("article svg g[data-call='0']")
     tab.wait("location.hash.includes('call=0') && text(`.tok`).includes('größe 🦊')")
     for color, seen in (("advantage", "26, 154, 108, 0.5"), ("gap", "217, 72, 15, 0.5"), ("ratio", "26, 154, 108, 0.5"),
