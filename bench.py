@@ -420,19 +420,16 @@ def bench_weights(args) -> dict:
 
     import train
     dist.init_process_group("nccl" if IS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device, memory = torch.device("cuda" if IS_GPU else "cpu"), []
     with make_engine("smollm2", 1024) as proxy:
-        model = AutoModelForCausalLM.from_pretrained(proxy.args[1], dtype=torch.float32).to("cuda" if IS_GPU else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(proxy.args[1], dtype=torch.float32).to(device)
         for layer in [*model.model.layers, model]: fully_shard(layer)
-        shared = {}
-        hand_over = lambda: train.hand_over(proxy, 0, model, shared, torch.bfloat16)
-
-        def copy():
-            for name, t in shared.items(): plain[name].copy_(t)
+        hand_over = lambda: train.hand_over(proxy, 0, model, memory, torch.bfloat16, device)
         hand_over()
-        plain = {name: t.clone() for name, t in shared.items()}
-        times = [(timed(hand_over)[0], timed(copy)[0]) for _ in range(args.num or 5)]
+        plain = memory[0].clone()
+        times = [(timed(hand_over)[0], timed(lambda: plain.copy_(memory[0]))[0]) for _ in range(args.num or 5)]
     return {"over_copy": median(a / b for a, b in times), "hand_over_s": median(a for a, _ in times),
-            "copy_s": median(b for _, b in times), "gb": sum(t.nbytes for t in shared.values()) / 1e9}
+            "copy_s": median(b for _, b in times), "gb": plain.nbytes / 1e9}
 
 
 def carry_steps(runner, task, out: Path, num_steps: int, share: float, tail_s: float) -> dict:

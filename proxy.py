@@ -335,17 +335,23 @@ class ScriptedCore:
     def shutdown(self, timeout=None): pass
 
 
-def by_handle(tensors: dict) -> bytes:
-    """Name -> tensor in shared memory (`share_memory_`) or on a GPU, as handles of some hundred bytes each, for another
-    process of this machine. The tensors must outlive their use there. torch teaches this to ForkingPickler alone: a
-    plain pickle would carry the weights themselves."""
-    import torch.multiprocessing                            # teaches it
-    return bytes(ForkingPickler.dumps(list(tensors.items())))
+def shareable(num: int, dtype, device) -> tuple:
+    """-> a tensor of num elements, and the handle by which another process of this machine opens it as long as this one
+    lives: `pickle.loads(handle)()`. CUDA IPC on a GPU; else a file without a name, which no kill leaves behind: torch's
+    own handles go through a process that answers in a second, or the run ends."""
+    import torch
+    if device.type == "cuda":
+        import torch.multiprocessing                        # teaches ForkingPickler
+        memory = torch.empty(num, dtype=dtype, device=device)
+        return memory, pickle.dumps(functools.partial(pickle.loads, bytes(ForkingPickler.dumps(memory))))
+    path = f"/proc/{os.getpid()}/fd/{os.memfd_create('weights')}"
+    opened = functools.partial(torch.from_file, path, shared=True, size=num, dtype=dtype)
+    return opened(), pickle.dumps(opened)
 
 
 class WeightReceiver:
-    """Runs in vLLM's worker: loads tensors that the trainer shares by handle (CUDA IPC on GPU, shared memory on
-    CPU)."""
+    """Runs in vLLM's worker: loads tensors out of memory that the trainer shares by handle."""
+    handle = None
 
     def end_with(self, pid: int):
         """From here on the engine's processes end when process pid does, whatever ended it: vLLM's own would stay."""
@@ -357,14 +363,32 @@ class WeightReceiver:
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Thread(target=wait, daemon=True).start()
 
-    def load_handles(self, blob: bytes) -> int:
-        tensors = pickle.loads(blob)
-        self.reload_weights(weights_iterator=iter(tensors), is_checkpoint_format=True)
+    def begin_load(self):
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        initialize_layerwise_reload(self.model_runner.get_model())
+
+    def load_bucket(self, handles: list, layout: list):
+        """handles: of each worker's memory; layout: (name, shape) of the tensors in it, one behind the other."""
+        import torch
+        from vllm.config import set_current_vllm_config
+        if handles[self.rank] != self.handle:
+            self.handle = handles[self.rank]
+            self.memory = pickle.loads(self.handle)()
+        sizes = [math.prod(shape) for _, shape in layout]
+        parts = self.memory[:sum(sizes)].split(sizes)
+        tensors = ((name, part.view(shape)) for (name, shape), part in zip(layout, parts))
+        with set_current_vllm_config(self.vllm_config): self.model_runner.get_model().load_weights(tensors)
+        if torch.accelerator.is_available(): torch.accelerator.synchronize()    # the memory may be written to again
+
+    def end_load(self):
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config): finalize_layerwise_reload(model, self.model_config)
         # on CPU a head tied to the embeddings computes with a packed copy, which a reload does not renew
-        for layer in self.model_runner.get_model().modules():
+        for layer in model.modules():
             if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
-        return len(tensors)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -808,12 +832,17 @@ class Proxy:
         self.call(self.engine.sleep(level=2, mode="keep") if self.is_asleep
                   else self.engine.pause_generation(mode="keep", clear_cache=False), 600)
 
-    def load_weights(self, tensors: dict, version: int):
-        """name -> tensor that `by_handle` takes. Running calls are held over the change, caches cleared."""
-        async def load():
+    def load_weights(self, buckets, version: int):
+        """buckets: an iterable of arguments of `load_bucket`, each loaded when the next is asked for, which may lie in
+        the same memory. A layer's tensors stand in one bucket: vLLM holds them until it has all. Running calls are held
+        over the change, caches cleared."""
+        async def begin():
             if self.is_asleep: await self.engine.wake_up(["weights"])
             else: await self.engine.pause_generation(mode="keep", clear_cache=True)
-            counts = await self.engine.collective_rpc("load_handles", args=(by_handle(tensors),))
+            await self.engine.collective_rpc("begin_load")
+
+        async def end():
+            await self.engine.collective_rpc("end_load")
             assert await self.engine.reset_prefix_cache(), (
                 "the prefix cache could not be reset: keys of old weights would be reused")
             await self.engine.update_weight_version(str(version))
@@ -821,8 +850,9 @@ class Proxy:
             if self.is_asleep: await self.engine.wake_up(["kv_cache"])      # with all awake, it resumes the scheduler
             else: await self.engine.resume_generation()
             self.is_asleep = False
-            return counts
-        return self.call(load(), 1800)
+        self.call(begin(), 600)
+        for bucket in buckets: self.call(self.engine.collective_rpc("load_bucket", args=bucket), 600)
+        self.call(end(), 600)
 
     def greedy(self, ids: list, num: int) -> list:
         """The ids that the engine goes on with at temperature 0, outside any session."""

@@ -35,7 +35,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import algos, graft, rollout, sandbox, tree
 
@@ -57,6 +57,7 @@ class Config:
     max_tokens: int = 48                 # cap of one reply, tokens (0 = what fits)
     temperature: float = 1.0             # of sampling; the trainer divides its logits by the same
     graft: str = "canonical"         # off, exact, canonical, full: when a reply that came back becomes its sampled ids
+    tp: int = 1                          # ranks that share an engine, neighbours on one node: tensor parallel
     engine_args: str = ""                # further arguments of `vllm serve`, separated by spaces
     # tasks
     tasks: str = "data/shell/train"      # folder of tasks to train on
@@ -120,6 +121,7 @@ class Config:
     micro_batch_tokens: int = 4096       # unique tokens a forward pass
     share: bool = True                   # compute shared prefixes once, where the model can (no_share: never)
     activation_checkpointing: bool = False       # keep a layer's input alone, compute the layer again in the backward
+    offload: bool = False       # GPU: weights, gradients and moments stay in the CPU's memory (the reference's always)
     check_packing: bool = False          # first batch: shared prefixes against single paths, in float32; stop if unlike
     # evaluation and checkpoints
     eval_every: int = 0                  # RL steps between evaluations; the weights of the best stay in best (0 = none)
@@ -154,7 +156,7 @@ def check(cfg: Config):
     assert set(cfg.correction.split("+")) <= {"tis", "icepop", "geometric", "off"}, (
         f"--correction {cfg.correction}: tis, icepop, geometric, off, or some of them with + between")
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",
-                 "eval_n", "max_model_len", "keep_saved"):
+                 "eval_n", "max_model_len", "keep_saved", "tp"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
     rollout.parse_reward_weights(cfg.reward_weights)
     assert set(cfg.off.split(",")) <= {"", *rollout.DEFENCES}, f"--off {cfg.off}: some of {', '.join(rollout.DEFENCES)}"
@@ -522,21 +524,42 @@ def tied(model) -> set:
     return {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
 
 
-def full_weights(model):
-    """(name, tensor) of each parameter, gathered one by one from its shards."""
+def weights_of(model) -> list:
+    """(name, parameter) of each, once."""
     left_out = tied(model)
-    for name, p in model.state_dict().items():
-        full = p.full_tensor() if hasattr(p, "full_tensor") else p
-        if name not in left_out: yield name, full
+    return [(name, p) for name, p in model.state_dict().items() if name not in left_out]
 
 
-def hand_over(engine, version: int, model, shared: dict, dtype):
-    """Weights into this rank's engine, by handle. shared: name -> tensor that the engine can open; filled at first,
-    overwritten later."""
-    for name, full in full_weights(model):
-        if name in shared: shared[name].copy_(full)
-        else: shared[name] = full.to(dtype, copy=True).share_memory_()          # on a GPU it can be opened as it is
-    engine.load_weights(shared, version)
+def full(p): return p.full_tensor() if hasattr(p, "full_tensor") else p            # gathered from its shards
+
+
+BUCKET_BYTES = 2**30                     # of weights in a hand-over: what a GPU holds twice, if no layer is larger
+
+
+def hand_over(engine, version: int, model, memory: list, dtype, device, rank=0, world=1, tp=1):
+    """Weights into this rank's engine (None: into that of a neighbour), in buckets of whole layers, gathered parameter
+    by parameter. memory: empty at first, then the tensor that all buckets lie in, one after the other, and the handles
+    by which the engine's workers open it, each that of the rank with its GPU."""
+    import proxy
+    size = lambda pairs: sum(p.numel() for _, p in pairs)
+    plan, first = [[]], rank // tp * tp
+    for _, layer in itertools.groupby(weights_of(model), lambda pair: pair[0].split(".")[:3]):
+        if size(layer := list(layer)) + size(plan[-1]) > BUCKET_BYTES / dtype.itemsize and plan[-1]: plan.append([])
+        plan[-1] += layer
+    if not memory:
+        buffer, handle = proxy.shareable(max(map(size, plan)), dtype, device)
+        memory[:] = buffer, gather(handle, world)[first:first + tp]
+
+    def buckets():
+        for bucket in plan:
+            for (_, p), part in zip(bucket, memory[0][:size(bucket)].split([p.numel() for _, p in bucket])):
+                part.view(p.shape).copy_(full(p))
+            if device.type == "cuda": torch.cuda.synchronize()
+            if tp > 1: gather(None, world)
+            yield memory[1], [(name, tuple(p.shape)) for name, p in bucket]
+    if engine is not None: engine.load_weights(buckets(), version)
+    else:
+        for _ in buckets(): pass
 
 
 def learnt(parts: list, like=None) -> dict:
@@ -560,8 +583,9 @@ def checkpoint(folder: Path, model_dir: str, model, critic, dtype):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     weights, value_weights = {}, {}
     for net, into in ((model, weights), (critic and critic.model, value_weights)):
-        for name, full in full_weights(net) if net is not None else ():
-            if dist.get_rank() == 0: into[name] = full.to(dtype).cpu().contiguous()
+        for name, p in weights_of(net) if net is not None else ():
+            whole = full(p)
+            if dist.get_rank() == 0: into[name] = whole.to(dtype).cpu().contiguous()
     if dist.get_rank(): return
     tmp = folder.with_suffix(".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
@@ -581,33 +605,39 @@ def main(cfg: Config):
     # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------
     begin = time.time()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1 and "LOCAL_RANK" in os.environ:            # a rank and its engine see one GPU, as number 0
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(int(os.environ["LOCAL_WORLD_SIZE"]))))
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(os.environ["LOCAL_RANK"])]
-    is_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     check(cfg)
+    if world > 1 and "LOCAL_RANK" in os.environ:            # an engine and its ranks see their GPUs alone
+        local, num = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        assert num % cfg.tp == 0, f"--tp {cfg.tp}: the {num} ranks of a node do not divide into engines of {cfg.tp}"
+        seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[local // cfg.tp * cfg.tp:][:cfg.tp])
+    assert world % cfg.tp == 0, f"--tp {cfg.tp}: {world} ranks do not divide into engines of {cfg.tp}"
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank % cfg.tp) if is_gpu else torch.device("cpu")
     import harnesses, proxy as boundary
     names, base = (list(dict.fromkeys(cfg.harness.split(","))),
                    rollout.base_images([x for x in cfg.base_image.split(",") if x]))
     is_live = not cfg.rollouts
+    has_engine, num_engines = is_live and rank % cfg.tp == 0, world // cfg.tp
     for name in names * is_live: harnesses.load(name).mounts()      # builds the runtimes
     kind = sandbox.choose(cfg.sandbox) if is_live else "recorded"
     model_dir = boundary.resolve_model(cfg.model, cfg.max_model_len)
     train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
     num_wanted = cfg.tasks_per_step * len(names)            # groups a step, ...
-    shares = [len(range(r, num_wanted, world)) for r in range(world)]                   # ... by rank with --carry_over
+    shares = [len(range(r // cfg.tp, num_wanted, num_engines)) * (r % cfg.tp == 0)      # ... by rank with --carry_over
+              for r in range(world)]
     num_flying = num_wanted + sum(math.ceil(cfg.carry_over * n) for n in shares)
     assert num_flying <= len(train_tasks) * len(names), (
         f"--tasks_per_step {cfg.tasks_per_step} --carry_over {cfg.carry_over}: {num_flying} groups at once, and "
         f"{cfg.tasks} has only {len(train_tasks)} tasks")
     eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if not is_gpu:                                          # engine and trainer take turns on the same cores
-        torch.multiprocessing.set_sharing_strategy("file_system")
+    if not is_gpu and world > 1:                            # else each engine binds its threads to the same cores
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not dist.is_initialized():
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
-        dist.init_process_group("nccl" if is_gpu else "gloo", timeout=datetime.timedelta(minutes=30), **alone)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo", timeout=datetime.timedelta(minutes=30),
+                                **alone)
     if is_gpu: torch.cuda.set_device(device)
     out = Path(cfg.out)
     (out / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -651,22 +681,23 @@ def main(cfg: Config):
     torch.manual_seed(cfg.seed)
     dtype, mesh = getattr(torch, cfg.dtype), dist.init_device_mesh(device.type, (world,))
 
-    def sharded(wrap):
+    def sharded(wrap, is_offloaded=cfg.offload):
         net = wrap(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)).to(device)
         if cfg.activation_checkpointing: net.model.train().gradient_checkpointing_enable({"use_reentrant": False})
-        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in net.model.model.layers: fully_shard(layer, mesh=mesh, mp_policy=precision)
-        return fully_shard(net, mesh=mesh, mp_policy=precision)
+        policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+                    "offload_policy": CPUOffloadPolicy() if is_offloaded and is_gpu else OffloadPolicy()}
+        for layer in net.model.model.layers: fully_shard(layer, mesh=mesh, **policies)
+        return fully_shard(net, mesh=mesh, **policies)
     adam = lambda net, lr: torch.optim.AdamW(net.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     policy = sharded(Policy)
     critic = sharded(Critic) if cfg.algo == "ppo" else None
-    reference = sharded(Policy).requires_grad_(False) if cfg.kl_reward or cfg.kl_loss else None
+    reference = sharded(Policy, True).requires_grad_(False) if cfg.kl_reward or cfg.kl_loss else None
     model, opt = policy.model, adam(policy, cfg.lr)
     value_opt = adam(critic, cfg.value_lr) if critic is not None else None
     if cfg.share and (why := tree.why_flat(model)):
         cfg = dataclasses.replace(cfg, share=False)
         log({"phase": "flat", "why": why}, f"prefixes are not shared, each path is computed by itself: {why}")
-    shared = {}                                        # name -> tensor that the engine can open, kept from step to step
+    memory = []                                             # that hand_over goes through
     parts = [(name, net, its_opt) for name, net, its_opt in (
         ("policy", policy, opt), ("critic", critic, value_opt), ("reference", reference, None)) if net is not None]
     first, version, times_seen, solved = 0, 0, Counter(), {}         # solved: category -> running success rate
@@ -697,14 +728,20 @@ def main(cfg: Config):
         tmp.rename(out / "saved" / f"step-{step:04}")
         for old in states()[:-cfg.keep_saved]: shutil.rmtree(old)
 
+    def sleep():
+        if has_engine: engine.sleep()
+        gather(None, world)                                 # its memory is free on all GPUs that it has
+
     def renew():
         """The weights into the engine, and its word for it: what it says at temperature 0 must be the trainer's argmax,
         or near it (rounding)."""
         if not is_live: return
         if is_gpu: torch.cuda.empty_cache()                 # the engine, which wakes, needs what torch keeps for later
-        hand_over(engine, version, model, shared, dtype)
-        start = engine.tokenizer.encode("The engine and the trainer have the same weights:")
-        path, num = start + engine.greedy(start, 8), len(start)
+        gather(None, world)
+        hand_over(engine, version, model, memory, dtype, device, rank, world, cfg.tp)
+        start = has_engine and engine.tokenizer.encode("The engine and the trainer have the same weights:")
+        path = gather(has_engine and start + engine.greedy(start, 8), world)[rank // cfg.tp * cfg.tp]
+        num = len(path) - 8
         with torch.no_grad():
             behind = policy(tree.pack([path], [range(num, num + 8)]).to(device), 0.).max().item()
         policy.reshard()
@@ -725,7 +762,7 @@ def main(cfg: Config):
         norm = algos.token_weights(batch.rollout, R, cfg.loss_mean)
         seen, old = torch.zeros(N, dtype=torch.bool), {k: torch.zeros(N) for k in ("logp", "value", "ref")}
         now = torch.full((N,), math.nan)                    # logp as last computed
-        sums, m = {}, {"tokens/unique": 0, "tokens/flat": sum(t.num_flat for t in trees), "tokens/trained": N}
+        sums, m = {}, {"tokens/unique": 0, "tokens/trained": N}
         for t in trees:
             for cause, (count, cost) in t.forks.items():
                 m[f"forks/{cause}"] = m.get(f"forks/{cause}", 0) + count
@@ -758,6 +795,7 @@ def main(cfg: Config):
             paid = [r.call_rewards for r in rollouts] if cfg.call_rewards else None
             adv, returns = credit(trees, batch, rewards, group_of, norm, old, cfg, paid)
         if not takes_all: useful = batch.rollout[adv != 0].unique().tolist()
+        m["tokens/flat"] = sum(trees[i].num_flat for i in useful)
         if not useful: return m
         learners = [("", policy, opt)] * (not is_value_only) + [("value_", critic, value_opt)] * (returns is not None)
         if not is_checked:
@@ -835,7 +873,8 @@ def main(cfg: Config):
         max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
 
     def roll(jobs: list, folder: str, what: str, scripted=None) -> list:
-        source, mine = Path(cfg.rollouts or out) / "rollouts" / folder, jobs[rank::world]
+        source = Path(cfg.rollouts or out) / "rollouts" / folder
+        mine = jobs[rank // cfg.tp::num_engines] if rank % cfg.tp == 0 else []
 
         def run():
             known = [recorded(rollout.record_path(source, job), version, version) for job in mine]
@@ -843,22 +882,24 @@ def main(cfg: Config):
             fresh = iter(make_runner(scripted or engine).run_all(missing, source, what, quiet=rank > 0)
                          if missing else ())
             return [next(fresh) if r is None else r for r in known]
-        done = gather(on_an_engine(run, folder, scripted), world, cfg.deadline_s)
-        return [done[i % world][i // world] for i in range(len(jobs))]
+        done = on_engines(run, folder, scripted)
+        return [done[i % num_engines * cfg.tp][i // num_engines] for i in range(len(jobs))]
 
-    def on_an_engine(run, folder: str, scripted=None):
-        """run(), and once more with a new engine where vLLM's has died in it."""
+    def on_engines(run, folder: str, scripted=None) -> list:
+        """What run() returns on each rank; where vLLM's engine has died in it, once more with a new one."""
         nonlocal engine
-        done = run()
-        if is_live and scripted is None and engine.engine.errored:
+        mine = run()
+        is_dead = has_engine and scripted is None and engine.engine.errored
+        done, deaths = zip(*gather((mine, is_dead), world, cfg.deadline_s))
+        if not any(deaths): return done
+        if is_dead:
             print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
             if runner is not None: runner.stop()            # else its next rollouts would wait for a closed proxy
             engine.close()
             if is_gpu: torch.cuda.empty_cache()             # what torch keeps for later the new engine needs now
             engine = make_engine("vllm")
-            if shared: engine.load_weights(shared, version)
-            done = run()
-        return done
+        if memory: renew()                                  # else it has read the weights from the model's folder
+        return gather(run() if is_dead else mine, world, cfg.deadline_s)
 
     def begin_group(g: Group):
         """On its rank. What was sampled of it before a kill, up to the saved version (later weights depended on which
@@ -899,6 +940,7 @@ def main(cfg: Config):
 
         def run():
             nonlocal runner
+            if not has_engine: return
             if runner is None or runner.proxy is not engine:
                 if runner is not None: runner.stop()
                 runner = make_runner(engine)
@@ -908,7 +950,7 @@ def main(cfg: Config):
             while sum(g.has_ended() for g in mine) < (len(mine) if is_last else shares[rank]):
                 concurrent.futures.wait([f for g in mine for f in g.futures if not f.done()],
                                         return_when=concurrent.futures.FIRST_COMPLETED)
-        on_an_engine(run, f"step-{step:04}")
+        on_engines(run, f"step-{step:04}")
         for g in mine:
             if not g.has_ended() and g.born + cfg.max_staleness <= version:
                 runner.give_up(g.jobs, out / "rollouts" / g.folder, g.futures)
@@ -935,8 +977,9 @@ def main(cfg: Config):
 
     engine_args = [*(["--block-size", "32", "--max-num-seqs", "64"] if not is_gpu else
                      ["--gpu-memory-utilization", "0.4", "--enable-sleep-mode"]), "--dtype", cfg.dtype,
-                   "--seed", str((cfg.seed + 7919 * first) * world + rank), *shlex.split(cfg.engine_args)]
-    make_engine = lambda which: contextlib.nullcontext() if not is_live else boundary.Proxy(
+                   "--seed", str((cfg.seed + 7919 * first) * world + rank),
+                   *["--tensor-parallel-size", str(cfg.tp)] * (cfg.tp > 1), *shlex.split(cfg.engine_args)]
+    make_engine = lambda which: contextlib.nullcontext() if not has_engine else boundary.Proxy(
         model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
     engine = runner = None                                  # runner: of the rollouts that --carry_over lets go on
     try:
@@ -959,12 +1002,12 @@ def main(cfg: Config):
                            f"see {out}/rollouts/demonstrations")
             log({"phase": "demonstrations", "num": len(done), "solved": len(demos)},
                 f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
-        if is_live: engine = make_engine("vllm")
+        if has_engine: engine = make_engine("vllm")
         log({} if saved else {"phase": "ready", "time_s": time.time() - begin},
             f"[{time.time() - begin:6.0f} s] {'engine up' if is_live else 'no engine'}; rollouts: {kind}")
         if saved: renew()
         else: evaluate("bare", 1)
-        if is_cold and is_gpu and is_live: engine.sleep()   # wakes with the next weights
+        if is_cold and is_gpu: sleep()                      # wakes with the next weights
         for step in range(cfg.warmup_steps if is_cold else 0):
             part = [demos[(step * cfg.warmup_rollouts + i) % len(demos)] for i in range(cfg.warmup_rollouts)]
             m = update(part, -1, cfg.warmup_lr)
@@ -1002,8 +1045,8 @@ def main(cfg: Config):
                 informative = group_of[algos.is_informative(verdict, group_of)].unique()
                 if len(informative) >= num_wanted: break
             took("rollout")
-            if cfg.carry_over: runner.hold()
-            if is_live and (is_gpu or cfg.carry_over): engine.sleep()
+            if runner is not None: runner.hold()
+            if is_gpu or cfg.carry_over: sleep()
             judged = ~rewards.isnan()
             for i in judged.nonzero()[:, 0].tolist():       # over the last 16 rollouts of a category, about
                 rate = solved.get(jobs[i].task.category, 0.)
@@ -1017,7 +1060,7 @@ def main(cfg: Config):
             took("train")
             version += 1
             renew()
-            if cfg.carry_over: runner.go_on()
+            if runner is not None: runner.go_on()
             took("weights")
             num_groups = len(jobs) // cfg.group_size
             m |= step_metrics(jobs, rollouts, rewards, names) | times | {

@@ -167,9 +167,9 @@ def test_a_call_over_an_update_is_each_version_s_own(real, connect, tiny):
     while not other.num_started: time.sleep(0.01)
     time.sleep(1)
     assert sampled() == held and not session.calls and not other.calls
-    shared = hand_over(real, new, version + 1)
+    hand_over(real, new, version + 1)
     first.join(120), second.join(120)
-    hand_over(real, dict(old.named_parameters()), version + 2), shared.clear()
+    hand_over(real, dict(old.named_parameters()), version + 2)
     call, = tree.read(session.record).calls
     assert [v for v, _ in call.versions] == [version, version + 1] and len(call.sampled_ids) > 100
     assert [v for c in tree.read(other.record).calls for v, _ in c.versions] == [version + 1]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import anthropic
 import httpx
@@ -1087,21 +1088,23 @@ def test_engine_and_trainer_agree(real, connect, tiny, temperature):
     assert gaps(trainer(tiny), [record], 1.6 - temperature).mean() > 0.1      # it can tell
 
 
-def hand_over(proxy_, weights, version):
-    """As train.py does; the tensors must outlive the call."""
-    shared = {name: w.detach().clone().share_memory_() for name, w in weights.items()}
-    proxy_.load_weights(shared, version)
-    return shared
+def hand_over(proxy_, weights: dict, version: int):
+    """As train.py does, a layer a bucket, all in the same memory: would catch layers that are read late."""
+    model = types.SimpleNamespace(state_dict=lambda: weights, named_parameters=lambda **_: weights.items())
+    with pytest.MonkeyPatch.context() as m, torch.no_grad():
+        m.setattr(loop, "BUCKET_BYTES", 1)
+        loop.hand_over(proxy_, version, model, [], torch.float32, torch.device("cpu"))
 
 
-def test_handles_are_small_and_name_the_same_memory():
-    """Would catch weights that travel in the message themselves: a plain pickle of torch's own handles holds them."""
-    shared = {"a": torch.zeros(2**20).share_memory_(), "b": torch.ones(2**20, dtype=torch.bfloat16).share_memory_()}
-    blob = proxy.by_handle(shared)
-    assert len(blob) < 2000
-    opened = dict(pickle.loads(blob))
-    shared["a"][7] = 5
-    assert opened["a"][7] == 5 and torch.equal(opened["b"], shared["b"])
+def test_a_handle_is_small_and_opens_the_same_memory_elsewhere():
+    """Would catch weights that travel in the message themselves, a copy in place of the memory, and what a process that
+    is killed leaves behind (the memory has no name)."""
+    memory, handle = proxy.shareable(2**20, torch.bfloat16, torch.device("cpu"))
+    memory.fill_(1)
+    code = ("import pickle, sys; memory = pickle.loads(sys.stdin.buffer.read())(); "
+            "print(memory.sum().item()); memory[7] = 5")
+    said = subprocess.run([sys.executable, "-c", code], input=handle, capture_output=True, check=True).stdout
+    assert len(handle) < 2000 and float(said) == 2**20 and memory[7] == 5
 
 
 def test_new_weights_are_used_and_old_caches_are_not(real, connect, tiny):
@@ -1117,13 +1120,13 @@ def test_new_weights_are_used_and_old_caches_are_not(real, connect, tiny):
     version = real.engine.version
     converse(connect.client(before))
     agree(old, [tree.read(before.record)])
-    shared = hand_over(real, new, version + 1)
+    hand_over(real, new, version + 1)
     converse(connect.client(after))
     agree(trainer(tiny, new), [tree.read(after.record)])
     assert gaps(old, [tree.read(after.record)]).mean() > 0.1
     assert {v for c in tree.read(before.record).calls for v, _ in c.versions} == {version}
     assert {v for c in tree.read(after.record).calls for v, _ in c.versions} == {version + 1}
-    hand_over(real, dict(old.named_parameters()), version + 2), shared.clear()
+    hand_over(real, dict(old.named_parameters()), version + 2)
 
 
 @pytest.mark.parametrize("fault", ["shift", "template", "zeros", "temperature", "stale cache"])
@@ -1138,17 +1141,20 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
             _, history = say(connect.client(session), history, max_tokens=24)
             history = [*history, {"role": "user", "content": f"{i}?"}]
         return tree.read(session.record)
-    model, version, shared = trainer(tiny), real.engine.version, {}
+    model, version = trainer(tiny), real.engine.version
     old = {n: p.detach().clone() for n, p in model.named_parameters()}
     if fault == "stale cache":
         talk("List")                                        # under the old weights, into the cache
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(7)
             for p in model.parameters(): p.copy_(torch.randn_like(p) * p.std() if p.dim() > 1 else p)
-        shared = {n: p.detach().clone().share_memory_() for n, p in model.named_parameters()}
-        real.call(real.engine.collective_rpc("load_handles", args=(proxy.by_handle(shared),)))           # and nothing is cleared
+        def load(buckets, _):                               # and nothing is cleared
+            for step, args in itertools.chain(
+                    [("begin_load", ())], (("load_bucket", b) for b in buckets), [("end_load", ())]):
+                real.call(real.engine.collective_rpc(step, args=args))
+        hand_over(types.SimpleNamespace(load_weights=load), dict(model.named_parameters()), 0)
     ill, well = talk("List", 0.6 if fault == "temperature" else 1.), talk(f"For {fault} count")
-    if shared: hand_over(real, old, version + 1)
+    if fault == "stale cache": hand_over(real, old, version + 1)
     ill.harness, well.harness, call = "ill", "well", ill.calls[1]
     if fault == "shift": call.logp_rollout = call.logp_rollout[1:] + call.logp_rollout[:1]
     if fault == "zeros": call.logp_rollout = [0.] * len(call.logp_rollout)
@@ -1181,11 +1187,10 @@ def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, 
     session, version = connect(real), real.engine.version
     weights = {n: p.detach() for n, p in trainer(tiny).named_parameters()}
     thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=900, stream=stream))
-    shared = {name: w.clone().share_memory_() for name, w in weights.items()}
     thread.start()
     while session.num_started == 0: time.sleep(0.01)
     time.sleep(0.4)
-    real.load_weights(shared, version + 1)
+    hand_over(real, weights, version + 1)
     thread.join(60)
     call, = tree.read(session.record).calls
     assert [v for v, _ in call.versions] == [version, version + 1] and all(n > 0 for _, n in call.versions)

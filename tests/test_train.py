@@ -435,12 +435,14 @@ def test_agreement_by_hand():
         assert "mean" in loop.agreement(wrong, logp, 0.2)[1]
 
 
-def test_two_ranks(learnt, tasks, tmp_path):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_ranks(learnt, tasks, tmp_path, tp):
     """Would catch ranks that wait for each other (unequal micro-batches), engines that take torchrun's variables
-    for their own, and metrics that every rank writes."""
+    for their own, metrics that every rank writes; with one engine for both, a rank that waits for an engine that it
+    has not, workers that take each other's weights."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", "--micro_batch_tokens=64",
-                                 launcher=launcher)
+                                 f"--tp={tp}", launcher=launcher, is_quick=tp == 1)
     assert status == 0, stderr[-3000:]
     rl = [r for r in rows if r["phase"] == "rl"]
     assert [r["step"] for r in rl] == [0, 1] and all(r["calls/num"] >= 8 for r in rl)
