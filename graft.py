@@ -133,7 +133,7 @@ def outline(messages, known: dict) -> list:
             if old == m: return row
         text = text_of(m)
         row = (role_of(m), digest(m if isinstance(m, (dict, list)) else getattr(m, "__dict__", str(m))),
-               digest([role_of(m), re.sub(r"[0-9a-f]{6,}|\d+", "0", text)]), digest(text.partition("\n")[0]))
+               hash((role_of(m), re.sub(r"[0-9a-f]{6,}|\d+", "0", text))), hash(text.partition("\n")[0]))
         seen.append((m, row))
         return row
     return [row(i, m) for i, m in enumerate(messages)]
@@ -191,7 +191,7 @@ def kind_of(call, session, messages: list) -> str:
                  compaction), or are those of an earlier subagent call
     compaction   later calls quote it (`quotes`), or it goes on from a call that asked for a summary and was cut off
     and before that what harnesses say of themselves: headers (subagent) and the words by which they ask."""
-    who = lambda s: (s.opening(("system", "developer"), 2), s.opening(("user",), 2))
+    who = lambda s: tuple(plain for _, plain in s.openings)
     roles = lambda s: [row[0] for row in s.outline]
     mains = [s for s in session.seen if s.kind == "main"]
     if call.is_labelled: return "subagent"
@@ -240,6 +240,5 @@ def cause_of(call, seen: list, cause: str):
     if now[:len(history)] == history and [role_ for role_, *_ in now[len(history):][:1]] == ["assistant"] and (
             role, line) == (now[-1][0], now[-1][3]): return "volatile_tail"
     if cause == "history_edited": return cause
-    system = lambda s: s.opening(("system", "developer"))
     return ("tools_changed" if all(s.tools != call.tools for s in alike) else
-            "system_changed" if all(system(s) != system(call) for s in alike) else "history_edited")
+            "system_changed" if all(s.openings[0][0] != call.openings[0][0] for s in alike) else "history_edited")
