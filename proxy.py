@@ -30,6 +30,7 @@ from array import array
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 
 import graft, tree
 
@@ -108,8 +109,7 @@ class Session:
     num_started: int = 0                                    # calls whose sampling began
     running: set = field(default_factory=set)               # tasks that sample
     orphans: list = field(default_factory=list)             # of seen: those that nobody listens to
-    rows: dict = field(default_factory=dict)                # of the outlines (graft.outline)
-    tools: dict = field(default_factory=dict)               # likewise of the tool lists
+    rows: dict = field(default_factory=dict)                # of messages and tool lists (graft.outline)
     is_ended: bool = False
     body_bytes: int = 0                                     # of requests under way
     tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
@@ -118,7 +118,9 @@ class Session:
     server: object = None                                   # asyncio server of its own
 
     def write(self, line: dict):
-        with open(self.record, "a") as f: f.write(json.dumps(line, default=list) + "\n")
+        data = json.dumps(line, default=list).encode() + b"\n"
+        with open(self.record, "ab", 0) as f: num = f.write(data)
+        assert num == len(data), f"{num} of {len(data)} bytes went into {self.record}: is the disk full?"
 
     def put(self, call: Pending, ids, logp, finish, versions, p, first_s, routing=None):
         """A call that has ended, onto the record."""
@@ -305,9 +307,10 @@ class ScriptedCore:
     missing, not zero."""
 
     def __init__(self, vllm_config):
-        self.config, self.outputs, self.resources = (
-            vllm_config, asyncio.Queue(), type("Resources", (), {"engine_dead": False}))
-        self.tokenizer, self.is_going = None, asyncio.Event()
+        from transformers import AutoTokenizer
+        self.tokenizer = AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer)
+        self.outputs, self.is_going = asyncio.Queue(), asyncio.Event()
+        self.resources = SimpleNamespace(engine_dead=False)
         self.is_going.set()
 
     @classmethod
@@ -315,9 +318,6 @@ class ScriptedCore:
 
     async def add_request_async(self, request):
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-        if self.tokenizer is None:
-            from transformers import AutoTokenizer
-            self.tokenizer = AutoTokenizer.from_pretrained(self.config.model_config.tokenizer)
         p = request.sampling_params
         ids = self.tokenizer.encode(p.extra_args["scripted"], add_special_tokens=False) + [self.tokenizer.eos_token_id]
         finish = FinishReason.STOP if len(ids) <= p.max_tokens else FinishReason.LENGTH
@@ -423,8 +423,6 @@ class Front:
         CALL.set(call)
         session.refused = None
         gone, unread = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
-        headers = [h for h in scope["headers"]
-                   if h[0] not in (b"content-length", b"transfer-encoding", b"content-type")]
 
         async def watch():
             while (await receive())["type"] != "http.disconnect": pass
@@ -438,8 +436,8 @@ class Front:
         tasks = [asyncio.create_task(watch())]
         timer = asyncio.get_running_loop().call_later(
             FIRST_SIGN_S, lambda: tasks.append(asyncio.create_task(answer.live())))
-        scope["headers"] = headers + [(b"content-length", str(len(body)).encode()),
-                                      (b"content-type", b"application/json")]
+        scope["headers"] = [*(h for h in scope["headers"] if h[0] != b"content-type"),
+                            (b"content-type", b"application/json")]
         try: await self.app(scope, inner_receive, answer.send)
         except Exception as e:                              # raised on, it would end a connection that may be in use
             if is_stream and answer.is_started and not answer.is_told: await answer.send_error(500, str(e)[:1000])
@@ -447,7 +445,9 @@ class Front:
             logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
             for task in (timer, *tasks): task.cancel()
-            if call.answered_by is not None and not answer.is_done: self.proxy.orphan(session, call.answered_by)
+            if call.answered_by is not None:
+                if answer.is_done: call.answered_by.task = call.answered_by.state = None    # they hold the prompt, too
+                else: self.proxy.orphan(session, call.answered_by)
 
 
 def mend(body: bytes) -> tuple:
@@ -481,18 +481,6 @@ def own_sampling(request, call: Pending):
     choice = getattr(request, "tool_choice", None)
     if choice not in (None, "none", "auto"):                # no grammar
         request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
-
-
-def classify(call: Pending, messages: list, cause: str, reply):
-    """Kind and cause of a call about to be sampled, and what it tells of the kinds of earlier ones. reply: Pending ->
-    text, None where its sampling failed."""
-    session = call.session
-    call.kind = graft.kind_of(call, session, messages)
-    for s in session.seen:
-        if call.continues is not None and s.id == call.continues: session.settle(s)
-        if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
-            session.retype(s, "compaction")
-    call.cause = graft.cause_of(call, session.seen, cause)
 
 
 def bounded(protocol, proxy):
@@ -687,9 +675,8 @@ class Proxy:
                              "see `vllm serve --help`") from None
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         client = async_llm.EngineCoreClient
-        theirs = [k for k in os.environ if k in ("RANK", "WORLD_SIZE")
-                  or k.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_"))]
-        launch = {k: os.environ.pop(k) for k in theirs}
+        launch = {k: os.environ.pop(k) for k in list(os.environ) if k in ("RANK", "WORLD_SIZE")
+                  or k.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_"))}
         os.environ["VLLM_RPC_BASE_PATH"] = self.folder     # of sockets between its processes, which it leaves behind
         try:                                                # torchrun's variables are the trainer's, not the engine's
             if self.is_scripted: async_llm.EngineCoreClient = ScriptedCore
@@ -731,9 +718,10 @@ class Proxy:
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
             rendered = prompt["prompt_token_ids"]
             call.template_ids = array("i", rendered)
-            call.tools, call.num_tools = graft.outline([tool_dicts], session.tools)[0][1], len(tool_dicts or ())
+            call.num_tools = len(tool_dicts or ())
+            (_, call.tools, _, _), = graft.outline([{"tools": tool_dicts}], session.rows)
             call.outline = graft.outline(messages, session.rows)
-            usable = {c.id: c for c in session.calls if c.finish not in ("abort", "error")}
+            usable = {c.id: c for c in session.calls if c.finish not in tree.UNTRAINED_FINISH}
             continues = {s.id: s.continues for s in session.seen}
             call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues, eos_ids,
                                                          decode, self.mode)
@@ -749,7 +737,13 @@ class Proxy:
                 n = tree.lcp(call.prompt_ids, call.template_ids)        # to make lists of arrays takes longest of all
                 prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
-            classify(call, messages, cause, lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None)
+            call.kind = graft.kind_of(call, session, messages)
+            reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
+            for s in session.seen:                          # it may tell what an earlier one was
+                if call.continues is not None and s.id == call.continues: session.settle(s)
+                if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
+                    session.retype(s, "compaction")
+            call.cause = graft.cause_of(call, session.seen, cause)
             return conversation, [prompt]
         return wrapped
 
@@ -914,12 +908,10 @@ def main(args):
         raise FileNotFoundError(f"--script {args.script}: no such file; give one with a reply a line")
     script = Path(args.script).read_text().splitlines() if args.script else None
     replay = [c for c in tree.read(args.replay).calls if c.finish not in tree.UNTRAINED_FINISH] if args.replay else None
-    with socket.socket() as probe:                          # before the model is loaded
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try: probe.bind(("127.0.0.1", args.port))
-        except (OSError, OverflowError) as e:
-            raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; "
-                          "take another port or end what listens there") from None
+    try: socket.create_server(("127.0.0.1", args.port)).close()         # before the model is loaded
+    except (OSError, OverflowError) as e:
+        raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; "
+                      "take another port or end what listens there") from None
     record = Path(args.record) / f"{args.session}.jsonl"
     if record.exists():
         raise FileExistsError(f"--session {args.session}: {record} is there already; name another session")
