@@ -368,7 +368,7 @@ def compare_servers(model: str, loads: list) -> list:
         server = proxy.call(plain_server(proxy, plain))
         for clients, num_words, num_added, num_calls in loads:
             rounds = []
-            for i in range(6):
+            for i in range(3 if num_added else 6):
                 sessions = [proxy.open_session(str(c), f"{tmp}/{c}.jsonl", {}) for c in range(clients)]
                 turns = [[s.address for s in sessions], [plain] * clients]
                 got = []
