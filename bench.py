@@ -27,9 +27,11 @@ sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm
     rollouts of nop a second through rollout.Runner over bare pairs of the same commands (`true`, tests/test.sh), as
     many at once; leaked: left at the end.
 proxy: chat completions over unix sockets, by clients and prompt length: through the proxy (a session a client, recorded
-    and grafted) and through vLLM's unmodified server over the same engine. The model has two small layers and random
-    weights, so that the server's own time is not hidden behind the engine's, or is --model, with prompts that fit it
-    (smollm2: --scale 0.3). Each of --clients holds a conversation of --num calls (0 = 4) of 16 tokens.
+    and grafted) and through vLLM's unmodified server over the same engine. load: each of --clients holds a conversation
+    of --num calls (0 = 4) of 16 tokens, with short prompts and with 20k tokens; session: the last 4 of 20 calls of one
+    that grows to 100k. Short prompts are SmolLM2's, longer ones (a CPU takes minutes for one of 20k tokens, and it has
+    8,192 positions) those of a model with two small layers and random weights, in which the server's own time is not
+    hidden behind the engine's. --model puts one in place of both (two-layer: that one).
     throughput_ratio: sampled tokens a second, ours over plain; added_ms: median time of a call, ours less plain;
     added_cpu_ms: the same in CPU time of this process, clients included.
 graft: CPU time. session_growth: of a call (graft, record) of a session that grows to 120k tokens, the last 20 of 200
@@ -307,7 +309,8 @@ def random_model(folder: str):                              # 2 small layers beh
 
 async def plain_server(proxy, path: str):
     """vLLM's own app over the same engine, without what our Recorder does around `generate`."""
-    import uvicorn
+    import prometheus_client, uvicorn
+    from vllm.entrypoints.serve.instrumentator import metrics
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -319,6 +322,7 @@ async def plain_server(proxy, path: str):
         def generate(self, *args, **kw): return AsyncLLM.generate(proxy.engine, *args, **kw)
     options = make_arg_parser(FlexibleArgumentParser()).parse_args(proxy.args)
     tasks = await proxy.engine.get_supported_tasks()
+    metrics.get_prometheus_registry = prometheus_client.CollectorRegistry       # a process's second app counts nothing
     app = build_app(options, tasks, proxy.engine.model_config)
     await init_app_state(Plain(), app.state, options, tasks)
     config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
@@ -327,56 +331,69 @@ async def plain_server(proxy, path: str):
     return await proxy.loop.create_unix_server(protocol, path)
 
 
-async def converse(addresses: list, num_words: int, num_calls: int) -> tuple:
+async def converse(addresses: list, num_words: int, num_calls: int, num_added=0) -> tuple:
     """A conversation an address -> sampled tokens a second; median seconds and prompt tokens of a call; CPU seconds of
-    this process (clients and server, not the engine) a call."""
+    this process (clients and server, not the engine) a call. num_added: words that each call adds; then only the last 4
+    count."""
     import aiohttp
     calls, begin, begin_cpu = [], time.perf_counter(), time.process_time()
 
     async def client(i, address):
+        nonlocal begin, begin_cpu
         messages = [{"role": "user", "content": "word " * num_words + str(i)}]      # one prefix, as in a group
         async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(address)) as http:
-            for _ in range(num_calls):
+            for k in range(num_calls):
+                if num_added and k == num_calls - 4:
+                    calls[:], begin, begin_cpu = [], time.perf_counter(), time.process_time()
                 body, sent = {"model": "policy", "messages": messages, "max_tokens": 16}, time.perf_counter()
                 async with http.post("http://policy/v1/chat/completions", json=body | {"ignore_eos": True}) as response:
                     answer = await response.json()
                     assert response.status == 200, answer
                 usage, text = answer["usage"], answer["choices"][0]["message"]["content"] or ""
                 calls.append((usage["completion_tokens"], time.perf_counter() - sent, usage["prompt_tokens"]))
-                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+                messages += [{"role": "assistant", "content": text},
+                             {"role": "user", "content": "Go on." + " word" * num_added}]
     await asyncio.gather(*map(client, range(len(addresses)), addresses))
     num_tokens, seconds, prompt_tokens = zip(*calls)
     return (sum(num_tokens) / (time.perf_counter() - begin), median(seconds), median(prompt_tokens),
             (time.process_time() - begin_cpu) / len(calls))
 
 
-def bench_proxy(args) -> dict:
-    rows, num_calls, long = [], args.num or 4, round(20_000 * (args.scale or 1.))
-    context = 512 + long + 64 * num_calls
+def compare_servers(model: str, loads: list) -> list:
+    """loads: (clients, words of the first message, words that each call adds, calls) -> a row each."""
+    rows, context = [], 512 + max(words + num_calls * (64 + added) for _, words, added, num_calls in loads)
     with (tempfile.TemporaryDirectory() as tmp,
-          make_engine(args.model or random_model(f"{tmp}/model"), context) as proxy):
+          make_engine(random_model(f"{tmp}/model") if model == "two-layer" else model, context) as proxy):
         plain = f"{tmp}/plain.sock"
         server = proxy.call(plain_server(proxy, plain))
-        for clients, num_words in [(c, n) for n in (8, long) for c in args.clients]:
+        for clients, num_words, num_added, num_calls in loads:
             rounds = []
-            for i in range(6):
+            for i in range(3 if num_added else 6):
                 sessions = [proxy.open_session(str(c), f"{tmp}/{c}.jsonl", {}) for c in range(clients)]
                 turns = [[s.address for s in sessions], [plain] * clients]
                 got = []
                 for addresses in turns if i % 2 else turns[::-1]:
                     assert proxy.call(proxy.engine.reset_prefix_cache()), "the prefix cache could not be reset"
-                    got.append(asyncio.run(converse(addresses, num_words, num_calls)))
+                    got.append(asyncio.run(converse(addresses, num_words, num_calls, num_added)))
                 assert all(len(s.calls) == num_calls for s in sessions), "a call was not recorded"
                 for s in sessions: proxy.close_session(s)
                 rounds.append(got if i % 2 else got[::-1])
             ours, theirs = np.array(rounds[1:]).transpose(1, 2, 0)              # the first warms up
-            rows.append({"clients": clients, "prompt_tokens": ours[2][0],
+            rows.append({"model": model, "clients": clients, "prompt_tokens": ours[2][0],
                          "throughput_ratio": median(ours[0] / theirs[0]),
                          "added_ms": 1000 * median(ours[1] - theirs[1]),
                          "added_cpu_ms": 1000 * median(ours[3] - theirs[3]), "plain_cpu_ms": 1000 * median(theirs[3]),
                          "plain_ms": 1000 * median(theirs[1]), "plain_tokens_per_s": median(theirs[0])})
         proxy.loop.call_soon_threadsafe(server.close)
-    return {"load": rows}
+    return rows
+
+
+def bench_proxy(args) -> dict:
+    num_calls, long, grown = args.num or 4, round(20_000 * (args.scale or 1.)), round(5000 * (args.scale or 1.))
+    load = compare_servers(args.model or "smollm2", [(c, 8, 0, num_calls) for c in args.clients])
+    *more, session = compare_servers(args.model or "two-layer", [
+        *((c, long, 0, num_calls) for c in args.clients), (1, grown, grown, 20)])
+    return {"load": load + more, "session": [session]}
 
 
 def grow_session(record: Path, num_calls: int) -> tuple:
@@ -500,7 +517,7 @@ def parse(argv=None):
                                                            "carry: steps")
     p.add_argument("--clients", type=lambda text: [*map(int, text.split(","))], default=[1, 16, 64],
                    help="proxy: numbers of them, as 1,16,64")
-    p.add_argument("--model", help="proxy: a Hugging Face folder or smollm2 in place of the small random model")
+    p.add_argument("--model", help="proxy: a Hugging Face folder, smollm2 or two-layer for all of it")
     p.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return p.parse_args(argv)
 

@@ -111,13 +111,9 @@ def compare(opening: str, got: str, meant: str):
 
 # --- kinds and causes: calls are proxy.Pending, `seen` those of a session in order of arrival -------------------------
 def text_of(message) -> str:
-    content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
+    content = message.get("content")
     if isinstance(content, list): content = "\n".join(str(p.get("text") or "") for p in content if isinstance(p, dict))
     return content if isinstance(content, str) else ""
-
-
-def role_of(message) -> str:
-    return message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
 
 
 def digest(x) -> str:
@@ -131,9 +127,8 @@ def outline(messages, known: dict) -> list:
         seen = known.setdefault(i, [])
         for old, row in reversed(seen):
             if old == m: return row
-        text = text_of(m)
-        row = (role_of(m), digest(m if isinstance(m, (dict, list)) else getattr(m, "__dict__", str(m))),
-               digest([role_of(m), re.sub(r"[0-9a-f]{6,}|\d+", "0", text)]), digest(text.partition("\n")[0]))
+        role, text = m.get("role"), text_of(m)
+        row = (role, digest(m), hash((role, re.sub(r"[0-9a-f]{6,}|\d+", "0", text))), hash(text.partition("\n")[0]))
         seen.append((m, row))
         return row
     return [row(i, m) for i, m in enumerate(messages)]
@@ -147,7 +142,7 @@ def with_tails(messages: list, tails: dict, known: dict) -> list:
     so that the history only grows. tails: hash of the messages before it -> tail; the new one is entered. known: as for
     `outline`."""
     history, last = (messages[:-1], messages[-1]) if messages else ([], {})
-    is_tail = role_of(last) == "user" and text_of(last).startswith(TAIL)
+    is_tail = last.get("role") == "user" and text_of(last).startswith(TAIL)
     if not is_tail: history = messages
     out, before = [], ""
     for m, row in zip(history, outline(history, known)):
@@ -191,7 +186,7 @@ def kind_of(call, session, messages: list) -> str:
                  compaction), or are those of an earlier subagent call
     compaction   later calls quote it (`quotes`), or it goes on from a call that asked for a summary and was cut off
     and before that what harnesses say of themselves: headers (subagent) and the words by which they ask."""
-    who = lambda s: (s.opening(("system", "developer"), 2), s.opening(("user",), 2))
+    who = lambda s: tuple(plain for _, plain in s.openings)
     roles = lambda s: [row[0] for row in s.outline]
     mains = [s for s in session.seen if s.kind == "main"]
     if call.is_labelled: return "subagent"
@@ -201,7 +196,7 @@ def kind_of(call, session, messages: list) -> str:
         return "compaction"
     has_tools = any(s.num_tools for s in mains)
     if has_tools and not call.num_tools:
-        asked = [text_of(m) for m in messages if role_of(m) in ("system", "developer")] + [text_of(messages[-1])]
+        asked = [text_of(m) for m in messages if m.get("role") in ("system", "developer")] + [text_of(messages[-1])]
         call.is_asked = any(map(asks_for_summary, asked))
         is_behind = any("assistant" in roles(s) and call.outline[:len(s.outline)] == s.outline for s in mains)
         return "compaction" if call.is_asked or is_behind else "side"
@@ -215,7 +210,7 @@ def kind_of(call, session, messages: list) -> str:
         return "subagent"
     latest = next(s.kind for s in reversed(session.seen) if s.kind in ("main", "compaction"))
     if has_tools and is_new and latest == "main": return "subagent"
-    call.is_asked = (role_of(messages[-1]) == "user" and "assistant" in roles(call)
+    call.is_asked = (messages[-1].get("role") == "user" and "assistant" in roles(call)
                      and latest == "main"                   # behind a compaction these words are a quotation
                      and asks_for_summary(text_of(messages[-1])))
     return "compaction" if call.is_asked else "main"
@@ -240,6 +235,5 @@ def cause_of(call, seen: list, cause: str):
     if now[:len(history)] == history and [role_ for role_, *_ in now[len(history):][:1]] == ["assistant"] and (
             role, line) == (now[-1][0], now[-1][3]): return "volatile_tail"
     if cause == "history_edited": return cause
-    system = lambda s: s.opening(("system", "developer"))
     return ("tools_changed" if all(s.tools != call.tools for s in alike) else
-            "system_changed" if all(system(s) != system(call) for s in alike) else "history_edited")
+            "system_changed" if all(s.openings[0][0] != call.openings[0][0] for s in alike) else "history_edited")

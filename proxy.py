@@ -30,6 +30,7 @@ from array import array
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 
 import graft, tree
 
@@ -73,20 +74,17 @@ class Pending:
     num_tool_calls: int = None                              # in the reply, once it is parsed
     outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
-    generation: "Generation" = None
+    num_logprobs: int = None                                # what the harness wants told a token; None: nothing
     state: object = None                                    # vLLM's, of the request that samples it
-
-    def opening(self, roles, column=1):
-        """Hash of the first message of one of these roles (column 2: without its digits)."""
-        return next((row[column] for row in self.outline if row[0] in roles), None)
-
-
-@dataclass
-class Generation:
-    """Sampling for one call. It belongs to the session: a connection that breaks does not end it at once."""
-    task: asyncio.Task                                      # -> vLLM's RequestOutput, whole
-    call: Pending                                           # the one that it was begun for
+    task: asyncio.Task = None                               # samples it -> vLLM's RequestOutput, whole
+    answered_by: "Pending" = None                           # the call that is sampled: this one, or an equal one before
     expiry: asyncio.TimerHandle = None                      # set while nobody listens
+
+    @functools.cached_property
+    def openings(self):
+        """Of its first system prompt and its first user message the hash, and the hash without digits."""
+        first = lambda *roles: next((row[1:3] for row in self.outline if row[0] in roles), (None, None))
+        return first("system", "developer"), first("user")
 
 
 @dataclass
@@ -110,9 +108,8 @@ class Session:
     seen: list = field(default_factory=list)                # Pending of each call that began, in order
     num_started: int = 0                                    # calls whose sampling began
     running: set = field(default_factory=set)               # tasks that sample
-    orphans: list = field(default_factory=list)             # Generations that nobody listens to
-    rows: dict = field(default_factory=dict)                # of the outlines (graft.outline)
-    tools: dict = field(default_factory=dict)               # likewise of the tool lists
+    orphans: list = field(default_factory=list)             # of seen: those that nobody listens to
+    rows: dict = field(default_factory=dict)                # of messages and tool lists (graft.outline)
     is_ended: bool = False
     body_bytes: int = 0                                     # of requests under way
     tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
@@ -121,7 +118,9 @@ class Session:
     server: object = None                                   # asyncio server of its own
 
     def write(self, line: dict):
-        with open(self.record, "a") as f: f.write(json.dumps(line, default=list) + "\n")
+        data = json.dumps(line, default=list).encode() + b"\n"
+        with open(self.record, "ab", 0) as f: num = f.write(data)
+        assert num == len(data), f"{num} of {len(data)} bytes went into {self.record}: is the disk full?"
 
     def put(self, call: Pending, ids, logp, finish, versions, p, first_s, routing=None):
         """A call that has ended, onto the record."""
@@ -154,14 +153,14 @@ class Session:
 
     def problem(self) -> str:
         """Why it may not start another call, or None."""
-        sampled = sum(len(c.sampled_ids) for c in self.calls)
         if self.is_ended: return "this session is finished"
         if self.is_strict and self.diverged: return f"replay: {self.diverged}"
         if 0 < self.max_calls <= self.num_started: return self.spent(f"used up its {self.max_calls} calls")
         if isinstance(self.script, list) and self.num_started >= len(self.script):
             return (f"the script of session {self.id} has {len(self.script)} lines, "
                     f"call {self.num_started + 1} wants more")
-        if 0 < self.max_session_tokens <= sampled: return self.spent(f"sampled {sampled} tokens, all that it may")
+        if 0 < self.max_session_tokens <= (num := sum(len(c.sampled_ids) for c in self.calls)):
+            return self.spent(f"sampled {num} tokens, all that it may")
 
     def spent(self, why: str) -> str:
         if not self.is_spent and self.when_spent: self.when_spent()
@@ -176,60 +175,64 @@ def make_recorder():
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    class Sampled(LogprobsProcessor):
+        """A call's log-probabilities, as numbers. vLLM's own objects are made for a harness that asks for them; their
+        text, when it is told."""
+
+        def __init__(self, call, theirs):
+            super().__init__(**vars(theirs) | {"tokenizer": None})
+            self.is_asked, self.logp, self.first_s = call.num_logprobs is not None, [], None
+
+        def update_from_output(self, output):
+            self.first_s = self.first_s or time.time()
+            if output.new_logprobs is not None: self.logp += output.new_logprobs.logprobs[:, 0].tolist()
+            if self.is_asked: super().update_from_output(output)
 
     class Recorder(AsyncLLM):
         version = 0                                # of the policy's weights; the trainer counts it up at each hand-over
 
         async def generate(self, prompt, asked, request_id, **kw):
-            """One whole output, however the client wants it; from the generation of an equal request whose connection
+            """One whole output, however the client wants it; from the sampling of an equal request whose connection
             has gone, or from a new one."""
             call = CALL.get()
             assert call is not None and call.prompt_ids is not None, (
                 f"request {request_id} did not come through a session")
             session = call.session
-            call.generation = next((g for g in session.orphans if g.call.template_ids == call.template_ids
-                                    and g.call.tools == call.tools), None)
-            if call.generation is not None:
-                session.orphans.remove(call.generation)
-                call.generation.expiry.cancel()
+            call.answered_by = next((o for o in session.orphans if o.template_ids == call.template_ids
+                                     and o.tools == call.tools), None)
+            if call.answered_by is not None:
+                session.orphans.remove(call.answered_by)
+                call.answered_by.expiry.cancel()
             else:
                 old = None if session.problem() else self.replayed(call)
                 if (problem := session.problem()): raise ValueError(problem)
                 p = SamplingParams(**{name: getattr(asked, name) for name in HARNESS_CHOOSES})
-                p.temperature, p.output_kind = session.temperature, RequestOutputKind.DELTA
+                p.temperature, p.output_kind = session.temperature, RequestOutputKind.FINAL_ONLY
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
-                p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
-                p.stream_interval = 2**30                   # the first token, then all others at once
+                call.num_logprobs, p.logprobs = p.logprobs, p.logprobs or 0     # 0: that of the sampled token alone
                 p.skip_clone = True                         # it is nobody else's
-                call.id = session.num_started
+                call.id, call.answered_by = session.num_started, call
                 session.num_started += 1
                 session.seen.append(call)
-                session.running.add(task := asyncio.create_task(
-                    self.sample(call, prompt, p, request_id, kw, old)))
-                task.add_done_callback(session.running.discard)
-                call.generation = Generation(task, call)
-            yield await asyncio.shield(call.generation.task)
+                call.task = asyncio.create_task(self.sample(call, prompt, p, request_id, kw, old))
+                session.running.add(call.task)
+                call.task.add_done_callback(session.running.discard)
+            yield await asyncio.shield(call.answered_by.task)
 
         async def add_request(self, *args, **kw):
             queue = await super().add_request(*args, **kw)
-            state = self.output_processor.request_states.get(queue.request_id)
-            if (call := CALL.get()) is not None and state is not None:
-                call.state = state
-                state.logprobs_processor.tokenizer = None   # else it makes each one's text: later, if asked
+            if (call := CALL.get()) is not None:
+                call.state = self.output_processor.request_states[queue.request_id]
+                call.state.logprobs_processor = Sampled(call, call.state.logprobs_processor)
             return queue
 
         async def sample(self, call, prompt, p, request_id, kw, old):
             """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error).
             old: the recorded call to answer with, or None."""
-            session, routing = call.session, None
-            ids, logp, versions, first_s, answer, finish = [], [], [], None, None, "error"
-
-            def take(token_ids, logprobs, spans):
-                ids.extend(token_ids)
-                logp.extend([d[t].logprob for d, t in zip(logprobs, token_ids)] if logprobs
-                            else [math.nan] * len(token_ids))
-                assert len(logp) == len(ids), f"{len(ids)} tokens of {request_id} and {len(logp)} log-probabilities"
-                versions[:] = [[int(v.version), v.end - v.start] for v in spans or ()] or [[self.version, len(ids)]]
+            session, finish, routing = call.session, "error", None
+            ids, logp, versions, first_s = [], [], [], None
             if (script := session.script) is not None:
                 p.extra_args = {"scripted": script(call) if callable(script) else script[call.id]}
             try:
@@ -240,20 +243,20 @@ def make_recorder():
                     logprobs = [{t: Logprob(x)} for t, x in zip(ids, logp)]
                     return RequestOutput("replay", None, list(call.prompt_ids), None, [CompletionOutput(
                         0, text, ids, None, logprobs, finish_reason=finish)], True)
-                async for out in super().generate(prompt, p, request_id, **kw):
-                    first_s, c = first_s or time.time(), out.outputs[0]
-                    take(c.token_ids, c.logprobs, c.weight_versions)
-                    if answer is None: answer = out
-                    else: answer.add(out, aggregate=True)
-                    if out.finished: finish, routing = c.finish_reason, c.routed_experts
-                return answer
-            except BaseException as e:
-                if isinstance(e, asyncio.CancelledError): finish = "abort"
-                if (s := call.state) is not None:           # with what vLLM has not handed out yet
-                    del ids[:], logp[:]
-                    take(s.detokenizer.output_token_ids, s.logprobs_processor.logprobs, s._weight_version_spans())
+                async for out in super().generate(prompt, p, request_id, **kw): reply = out.outputs[0]
+                finish, routing = reply.finish_reason, reply.routed_experts
+                return out
+            except asyncio.CancelledError:
+                finish = "abort"
                 raise
-            finally: session.put(call, ids, logp, finish, versions if ids else [], p, first_s, routing)
+            finally:
+                if (s := call.state) is not None:           # also what vLLM has not handed out
+                    ids, logp = s.detokenizer.output_token_ids, s.logprobs_processor.logp
+                    first_s, logp = s.logprobs_processor.first_s, logp or [math.nan] * len(ids)
+                    assert len(logp) == len(ids), f"{len(ids)} tokens of {request_id}, {len(logp)} log-probabilities"
+                    versions = [[int(v.version), v.end - v.start] for v in s._weight_version_spans() or ()] or [
+                        [self.version, len(ids)]]
+                session.put(call, ids, logp, finish, versions if ids else [], p, first_s, routing)
 
         def replayed(self, call):
             """The recorded call of an equal prompt, or None: from then on the session is live."""
@@ -284,7 +287,7 @@ def whole(parser_cls):
     class Whole(parser_cls):
         def parse(self, *args, **kw):
             reasoning, content, calls = super().parse(*args, **kw)
-            CALL.get().generation.call.num_tool_calls = len(calls or ())
+            CALL.get().answered_by.num_tool_calls = len(calls or ())
             return reasoning, content, calls
 
         def parse_delta(self, delta_text, delta_token_ids, request, prompt_token_ids=None, *, finished):
@@ -304,9 +307,10 @@ class ScriptedCore:
     missing, not zero."""
 
     def __init__(self, vllm_config):
-        self.config, self.outputs, self.resources = (
-            vllm_config, asyncio.Queue(), type("Resources", (), {"engine_dead": False}))
-        self.tokenizer, self.is_going = None, asyncio.Event()
+        from transformers import AutoTokenizer
+        self.tokenizer = AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer)
+        self.outputs, self.is_going = asyncio.Queue(), asyncio.Event()
+        self.resources = SimpleNamespace(engine_dead=False)
         self.is_going.set()
 
     @classmethod
@@ -314,9 +318,6 @@ class ScriptedCore:
 
     async def add_request_async(self, request):
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-        if self.tokenizer is None:
-            from transformers import AutoTokenizer
-            self.tokenizer = AutoTokenizer.from_pretrained(self.config.model_config.tokenizer)
         p = request.sampling_params
         ids = self.tokenizer.encode(p.extra_args["scripted"], add_special_tokens=False) + [self.tokenizer.eos_token_id]
         finish = FinishReason.STOP if len(ids) <= p.max_tokens else FinishReason.LENGTH
@@ -446,8 +447,6 @@ class Front:
         CALL.set(call)
         session.refused = None
         gone, unread = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
-        headers = [h for h in scope["headers"]
-                   if h[0] not in (b"content-length", b"transfer-encoding", b"content-type")]
 
         async def watch():
             while (await receive())["type"] != "http.disconnect": pass
@@ -458,17 +457,21 @@ class Front:
             await gone.wait()
             return {"type": "http.disconnect"}
         answer = Answer(send, path, is_stream, gone, call)
-        tasks = [asyncio.create_task(t) for t in (watch(), answer.live())]
-        scope["headers"] = headers + [(b"content-length", str(len(body)).encode()),
-                                      (b"content-type", b"application/json")]
+        tasks = [asyncio.create_task(watch())]
+        timer = asyncio.get_running_loop().call_later(
+            FIRST_SIGN_S, lambda: tasks.append(asyncio.create_task(answer.live())))
+        scope["headers"] = [*(h for h in scope["headers"] if h[0] != b"content-type"),
+                            (b"content-type", b"application/json")]
         try: await self.app(scope, inner_receive, answer.send)
         except Exception as e:                              # raised on, it would end a connection that may be in use
             if is_stream and answer.is_started and not answer.is_told: await answer.send_error(500, str(e)[:1000])
             if not answer.is_told: raise
             logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
-            for task in tasks: task.cancel()
-            if call.generation is not None and not answer.is_done: self.proxy.orphan(session, call.generation)
+            for task in (timer, *tasks): task.cancel()
+            if call.answered_by is not None:
+                if answer.is_done: call.answered_by.task = call.answered_by.state = None    # they hold the prompt, too
+                else: self.proxy.orphan(session, call.answered_by)
 
 
 def mend(body: bytes) -> tuple:
@@ -502,18 +505,6 @@ def own_sampling(request, call: Pending):
     choice = getattr(request, "tool_choice", None)
     if choice not in (None, "none", "auto"):                # no grammar
         request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
-
-
-def classify(call: Pending, messages: list, cause: str, reply):
-    """Kind and cause of a call about to be sampled, and what it tells of the kinds of earlier ones. reply: Pending ->
-    text, None where its sampling failed."""
-    session = call.session
-    call.kind = graft.kind_of(call, session, messages)
-    for s in session.seen:
-        if call.continues is not None and s.id == call.continues: session.settle(s)
-        if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
-            session.retype(s, "compaction")
-    call.cause = graft.cause_of(call, session.seen, cause)
 
 
 def bounded(protocol, proxy):
@@ -578,7 +569,6 @@ class Answer:
         self.error, self.lock = None, asyncio.Lock()        # error: status and body so far
 
     async def live(self):
-        await asyncio.sleep(FIRST_SIGN_S)
         while not self.is_done and self.error is None:
             async with self.lock:
                 if self.is_done or self.error is not None: return
@@ -594,7 +584,7 @@ class Answer:
         async with self.lock:
             if message["type"] == "http.response.start":
                 status = message["status"]                  # a failure before anything was asked of the engine: this
-                if status == 500 and self.call.generation is None: status = 400        # request would fail for ever
+                if status == 500 and self.call.answered_by is None: status = 400        # request would fail for ever
                 if status >= 400: self.error = status, b""
                 elif not self.is_started:
                     self.is_started = True
@@ -709,9 +699,8 @@ class Proxy:
                              "see `vllm serve --help`") from None
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         client = async_llm.EngineCoreClient
-        theirs = [k for k in os.environ if k in ("RANK", "WORLD_SIZE")
-                  or k.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_"))]
-        launch = {k: os.environ.pop(k) for k in theirs}
+        launch = {k: os.environ.pop(k) for k in list(os.environ) if k in ("RANK", "WORLD_SIZE")
+                  or k.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_"))}
         os.environ["VLLM_RPC_BASE_PATH"] = self.folder     # of sockets between its processes, which it leaves behind
         try:                                                # torchrun's variables are the trainer's, not the engine's
             if self.is_scripted: async_llm.EngineCoreClient = ScriptedCore
@@ -724,6 +713,8 @@ class Proxy:
             os.environ.update(launch)
         tasks = await self.engine.get_supported_tasks()
         app = build_app(args, tasks, self.engine.model_config)
+        app.user_middleware.clear()                         # CORS, counts of requests: of no use to a sandbox
+        app.middleware_stack = None                         # built anew at the first request
         await init_app_state(self.engine, app.state, args, tasks)
         self.tokenizer, renderer = self.engine.get_tokenizer(), app.state.online_renderer
         renderer.preprocess_chat = self.grafting(renderer.preprocess_chat)
@@ -751,9 +742,10 @@ class Proxy:
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
             rendered = prompt["prompt_token_ids"]
             call.template_ids = array("i", rendered)
-            call.tools, call.num_tools = graft.outline([tool_dicts], session.tools)[0][1], len(tool_dicts or ())
+            call.num_tools = len(tool_dicts or ())
+            (_, call.tools, _, _), = graft.outline([{"tools": tool_dicts}], session.rows)
             call.outline = graft.outline(messages, session.rows)
-            usable = {c.id: c for c in session.calls if c.finish not in ("abort", "error")}
+            usable = {c.id: c for c in session.calls if c.finish not in tree.UNTRAINED_FINISH}
             continues = {s.id: s.continues for s in session.seen}
             call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues, eos_ids,
                                                          decode, self.mode)
@@ -769,7 +761,13 @@ class Proxy:
                 n = tree.lcp(call.prompt_ids, call.template_ids)        # to make lists of arrays takes longest of all
                 prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
-            classify(call, messages, cause, lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None)
+            call.kind = graft.kind_of(call, session, messages)
+            reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
+            for s in session.seen:                          # it may tell what an earlier one was
+                if call.continues is not None and s.id == call.continues: session.settle(s)
+                if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
+                    session.retype(s, "compaction")
+            call.cause = graft.cause_of(call, session.seen, cause)
             return conversation, [prompt]
         return wrapped
 
@@ -797,16 +795,15 @@ class Proxy:
         except OSError as e:
             raise OSError(f"--port {port}: {e.strerror or e}; take another port or end what listens there") from None
 
-    def orphan(self, session: Session, generation: Generation):
+    def orphan(self, session: Session, call: Pending):
         """Nobody listens to it any more: for `grace_s` an equal request may take it over, then it is aborted."""
-        task = generation.task
-        if generation in session.orphans or task.done() and (task.cancelled() or task.exception()): return
+        if call in session.orphans or call.task.done() and (call.task.cancelled() or call.task.exception()): return
 
         def expire():
-            if generation in session.orphans: session.orphans.remove(generation)
-            task.cancel()                                   # does nothing where it is done
-        generation.expiry = self.loop.call_later(0 if session.is_ended else self.grace_s, expire)
-        session.orphans.append(generation)
+            if call in session.orphans: session.orphans.remove(call)
+            call.task.cancel()                              # does nothing where it is done
+        call.expiry = self.loop.call_later(0 if session.is_ended else self.grace_s, expire)
+        session.orphans.append(call)
 
     def end_session(self, session: Session):
         """From here on the session's requests get 403. Its socket stays: a sandbox may still mount it."""
@@ -941,12 +938,10 @@ def main(args):
         raise FileNotFoundError(f"--script {args.script}: no such file; give one with a reply a line")
     script = Path(args.script).read_text().splitlines() if args.script else None
     replay = [c for c in tree.read(args.replay).calls if c.finish not in tree.UNTRAINED_FINISH] if args.replay else None
-    with socket.socket() as probe:                          # before the model is loaded
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try: probe.bind(("127.0.0.1", args.port))
-        except (OSError, OverflowError) as e:
-            raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; "
-                          "take another port or end what listens there") from None
+    try: socket.create_server(("127.0.0.1", args.port)).close()         # before the model is loaded
+    except (OSError, OverflowError) as e:
+        raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; "
+                      "take another port or end what listens there") from None
     record = Path(args.record) / f"{args.session}.jsonl"
     if record.exists():
         raise FileExistsError(f"--session {args.session}: {record} is there already; name another session")
