@@ -25,7 +25,7 @@ Outcomes, and what becomes of the reward:
     harness_error  the harness ended with another status and without a final answer, or its last request failed
                                                                      the verifier's: exit status is no success signal
     verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics
-    infra_error    sandbox, image or disk failed                     none
+    infra_error    sandbox, image, disk or engine failed             none
     no_calls       the harness never reached the model               none, and a warning
     stale          it outlived `train.py --max_staleness`            none
 Tasks are in Harbor's format: instruction.md, task.toml (both schemas), environment/Dockerfile or docker_image,
@@ -331,9 +331,10 @@ class Runner:
                 kept = log.with_suffix(".artifacts") / path.strip("/").replace("/", "-")
                 kept.parent.mkdir(exist_ok=True)
                 with contextlib.suppress(FileNotFoundError, ValueError): box.get(path, kept)
-            try: fresh = self.verifier(job, box, mode, stack, more)
-            except (FileNotFoundError, ValueError) as e:    # the agent's doing, so no infra_error
-                return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"} | more
+            fresh, problem = self.verifier(job, box, mode, stack, more)
+            if problem:
+                problem = f"the workspace cannot be carried over: {problem}"
+                return {"outcome": outcome, "reward": 0., "detail": problem} | more
             reward, call_rewards, named, problem = self.run_tests(job, session, fresh, log)
             took("verify")
         if named: more["rewards"] = named
@@ -373,20 +374,23 @@ class Runner:
         if log in self.stale: return None
         if session and self.proxy.engine.errored:
             raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
+        if session and ((session.refused or "").startswith("status 5") or      # 4xx: the request's own fault
+                        session.calls and session.calls[-1].finish == "error"):
+            raise sandbox.SandboxError(f"the engine failed in the last call: {session.refused or 'it broke off'}")
         return result
 
-    def verifier(self, job: Job, box, mode: str, stack, more: dict):
-        """-> the sandbox to verify in; the agent's is removed. FileNotFoundError, ValueError: nothing to verify."""
+    def verifier(self, job: Job, box, mode: str, stack, more: dict) -> tuple:
+        """-> (the sandbox to verify in, None), and the agent's is removed; or (_, what the agent did against it)."""
+        env = None if mode == "strict" else stack.enter_context(box.snapshot(is_last=True))
+        fresh = stack.enter_context(self.make(job, "verify", env))
         if mode == "strict":
-            fresh = stack.enter_context(self.make(job, "verify"))
-            if left_out := box.carry(fresh.workdir, fresh, self.off): more["left_out"] = left_out[:20]
-        else:
-            env = stack.enter_context(box.snapshot(is_last=True))
-            fresh = stack.enter_context(self.make(job, "verify", env))
-            if fresh.exec(["sh", "-c", CLEAN], user="root").exit_code:      # killed, at a limit that the agent used up
-                raise ValueError("/tests, /solution and /logs cannot be emptied of what the agent left there")
+            try: left_out = box.carry(fresh.workdir, fresh, self.off)
+            except (FileNotFoundError, ValueError) as e: return fresh, e
+            if left_out: more["left_out"] = left_out[:20]
+        elif fresh.exec(["sh", "-c", CLEAN], user="root", timeout_s=600).exit_code:     # its own shell, it may be
+            return fresh, "/tests, /solution and /logs cannot be emptied of what the agent left there"
         box.stop()
-        return fresh
+        return fresh, None
 
     def run_tests(self, job: Job, session, box, log: Path) -> tuple:
         """Runs the task's tests -> what read_reward tells"""

@@ -225,8 +225,9 @@ class Sandbox:
         self.start()
         return self
 
-    def __exit__(self, *_):
-        self.stop()
+    def __exit__(self, kind, *_):
+        with contextlib.suppress(*[SandboxError] * bool(kind)):   # which may be why it does not stop, and tells more
+            self.stop()
 
     def start(self):
         """Start, with the task's copies in place; nothing is left behind when that fails."""
@@ -237,14 +238,15 @@ class Sandbox:
             with _faults(f"start {self.name}"): self._start()
             self._put(self.env.copies)
             self.started_s = time.time()
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
 
     def exec(self, argv, *, env=None, cwd=None, timeout_s=None, log=None, user="", clock=time.monotonic):
         """Run a command to its end. At the time limit, or past the disk limit, every process in the sandbox is killed;
         its files stay. `user`: Docker only. `clock`: by which the time limit goes; it may stand still."""
         ended, reason, deadline = threading.Event(), [], clock() + (timeout_s or threading.TIMEOUT_MAX)
+        self.is_killed = False
 
         def watch():
             pause_s = 2
@@ -266,16 +268,19 @@ class Sandbox:
                     time.sleep(0.005)
             finally:
                 ended.set()
-        if (left_mb := self._host_mb()) < DISK_RESERVE_MB:
+        if (left_mb := self._host_mb()) < DISK_RESERVE_MB or reason == ["host"]:   # others may have made room since
             raise SandboxError(f"{self.name}: disk full: {left_mb} MB left on the file system of {self._place()}")
         if reason:
             watcher.join()   # Docker: the container is up again
             return Result(137, reason == ["time"], output, reason == ["disk"])
+        if code in (137, -9) and not self.is_killed and self._has_ended(code):
+            raise SandboxError(f"{self.name}: something outside it has killed it (a daemon's restart, the kernel, ...)")
         return Result(128 - code if code < 0 else code, False, output)
 
     def _exceeded(self):
-        """The limit that is passed, looked at from outside: disk or None."""
-        if self._host_mb() < DISK_RESERVE_MB or self._used_bytes() > self.disk_mb << 20: return "disk"
+        """The limit that is passed, looked at from outside: host (its disk is full), disk or None."""
+        if self._host_mb() < DISK_RESERVE_MB: return "host"
+        if self._used_bytes() > self.disk_mb << 20: return "disk"
 
     def _place(self):
         """A folder on the file system that the sandbox writes to; `_written`: where on it what inside folders hold."""
@@ -358,6 +363,7 @@ class Sandbox:
         with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
             with tarfile.open(fileobj=archive, mode="w") as tar:
                 for host, inside in copies:
+                    if not host.exists(): raise FileNotFoundError(f"put into {self.name}: there is no {host}")
                     # a folder itself only when empty: it would change the mode of one that exists
                     paths = sorted(host.iterdir()) if host.is_dir() else []
                     for path in paths or [host.resolve()]:
@@ -406,17 +412,18 @@ def _members(tar, what):
         if number >= GET_FILES:
             raise ValueError(f"{what} is not copied: more than {GET_FILES} files and folders")
         yield member
+    tar.fileobj.seek(tar.offset)   # tarfile takes anything for the end
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE): raise SandboxError(f"{what} came incomplete")
 
 
 @contextlib.contextmanager
 def _faults(what):
-    """The daemon's and the system's many exceptions -> SandboxError; a path that is missing stays one."""
+    """The daemon's and the system's many exceptions -> SandboxError; our own FileNotFoundError has no errno."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError,
-            subprocess.SubprocessError, OSError) as error:
+            subprocess.SubprocessError, tarfile.TarError, OSError) as error:
+        if isinstance(error, FileNotFoundError) and error.errno is None: raise
         raise SandboxError(f"{what}: {error}") from error
 
 
@@ -462,6 +469,11 @@ class Docker(Sandbox):
                     "DOCKER_HOST and your rights")
 
     def _start(self):
+        for _ in range(60):   # else an outage of a second would cost all rollouts that wait for their turn
+            with contextlib.suppress(docker.errors.DockerException, requests.RequestException):
+                docker.from_env(version=_client().api.api_version).ping()   # one that ends answers old connections
+                break
+            time.sleep(0.5)
         found, self.relay = image(self.env), None
         if _is_remote():
             mounts = [(inside, _volume(folder, found["Id"]), "volume") for folder, inside in self.runtimes.items()]
@@ -480,6 +492,7 @@ class Docker(Sandbox):
             # (su, pkill). Left out: device nodes, raw sockets, chroot, file capabilities, audit.
             cap_drop=["ALL"], cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL"],
             security_opt=["no-new-privileges"], log_config={"type": "none"},
+            stop_signal="KILL",   # else a daemon that ends, or starts after a crash, waits 10 s for each
             **({"network": _bridge(self.run_id, labels)} if self.env.internet else {"network_mode": "none"}),
             mounts=[docker.types.Mount(*mount, read_only=True) for mount in mounts],
             ulimits=[docker.types.Ulimit(name=name, soft=most, hard=most)
@@ -552,8 +565,15 @@ class Docker(Sandbox):
 
     def kill(self):
         """End every process, keep the files. A restart, since a second exec would fail at the process limit."""
-        self.relay = None
+        self.relay, self.is_killed = None, True
         with _faults(f"kill {self.name}"): _client().api.restart(self.container, timeout=0)
+
+    def _has_ended(self, code):
+        """Also of the agent's doing? Not with this exit code: what process 1 makes of all that can be sent to it from
+        inside is another one."""
+        time.sleep(0.5)   # the daemon hears of the command's end first
+        with _faults(f"look at {self.name}"): state = _client().api.inspect_container(self.container)["State"]
+        return not state["Running"] and state["ExitCode"] == 137 and not state["OOMKilled"]
 
     def freeze(self):
         """End every process for good: files can be read, nothing runs any more."""
@@ -571,7 +591,8 @@ class Docker(Sandbox):
         try:
             yield dataclasses.replace(self.env, base=made, dockerfile=None, copies=[])
         finally:
-            with contextlib.suppress(docker.errors.APIError): _client().api.remove_image(made, force=True)
+            with contextlib.suppress(SandboxError), _faults("remove it"):   # `reap` does
+                _client().api.remove_image(made, force=True)
 
     def stop(self):
         """Remove the container with all that it holds; may be called twice, and from another thread than exec."""
@@ -834,7 +855,7 @@ class Bubblewrap(Sandbox):
     def kill(self):
         """End every process, keep the files: with bwrap's child its pid namespace ends. Not bwrap alone: killed while
         it starts it would leave a child that waits for ever, or runs the command."""
-        children, deadline = [], time.monotonic() + 10
+        children, deadline, self.is_killed = [], time.monotonic() + 10, True
         for process in self.running:
             pid = process.pid
             if process.poll() is None:
@@ -846,6 +867,9 @@ class Bubblewrap(Sandbox):
                 process.kill()
         while any(map(_start_ticks, children)) and time.monotonic() < deadline:   # dead once all in its namespace are
             time.sleep(0.002)
+
+    def _has_ended(self, code):
+        return code == -9   # bwrap itself: of a command that it ran it tells 137
 
     def freeze(self):
         """End every process: what was started has ended with its exec."""

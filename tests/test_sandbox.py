@@ -4,6 +4,7 @@ Needs the image harness-rl/base (bash tasks/base_image.sh). A kind that does not
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -746,6 +747,52 @@ def test_a_sandbox_that_is_gone_is_a_fault_of_ours(kind, tmp_path):
         with pytest.raises(SandboxError): box.exec(["true"])
         with pytest.raises(SandboxError): box.carry("/app", other)
         with pytest.raises(SandboxError): box.get("/app/x", tmp_path / "x")
+
+
+def test_a_kill_from_outside_is_a_fault_of_ours(kind):
+    """Catches: a container that a restart of the daemon ended, taken for an agent's failure; and an agent's own kill
+    taken for one of ours, which would let it leave the statistics."""
+    with make(kind) as box:
+        def kill():
+            if kind == "docker": docker.from_env().api.kill(box.container)
+            else: box.running[-1].kill()
+        timer = threading.Timer(1, kill)
+        timer.start()
+        with pytest.raises(SandboxError, match="from outside|outside it"): sh(box, "sleep 60")
+        timer.join()
+        assert sh(box, "kill -9 $$").exit_code == 137
+        timer = threading.Timer(1, box.kill)
+        timer.start()
+        assert sh(box, "sleep 60").exit_code == 137
+        timer.join()
+
+
+def test_a_disk_that_was_full_is_a_fault_of_ours():
+    """Catches: a command that is killed since others had filled the disk, told as its own writing when there is room
+    again by the time that it has ended."""
+    needs("bubblewrap")
+
+    class Crowded(sandbox.Bubblewrap):
+        left_mb = iter([100])
+        def _host_mb(self): return next(self.left_mb, 9999)
+    with Crowded(Environment("host"), run_id=RUN, name="crowded") as box:
+        with pytest.raises(SandboxError, match="disk full"): box.exec(["sleep", "60"])
+
+
+def test_a_fault_of_the_host_is_no_missing_file(kind, tmp_path):
+    """Catches: an archive that breaks off, of which the beginning is carried over, and what is missing on the host
+    taken for a file that the agent deleted: both would pay 0."""
+    with make(kind) as box, make(kind) as other:
+        sh(box, "head -c 5000 /dev/urandom > a; echo x > b")
+        if kind == "bubblewrap":
+            shutil.rmtree(box.folder / "etc")
+            with pytest.raises(SandboxError): box.carry("/app", other)
+            return
+        whole = box._get("/app").read()
+        for num_bytes in (1024, len(whole) - 2048):
+            with tempfile.TemporaryFile() as file, pytest.raises((SandboxError, tarfile.TarError)):
+                file.write(whole[:num_bytes]), file.seek(0)
+                list(sandbox._members(tarfile.open(fileobj=file), "/app"))
 
 
 def test_concurrency(kind):
