@@ -381,7 +381,7 @@ class Runner:
 
     def verifier(self, job: Job, box, mode: str, stack, more: dict) -> tuple:
         """-> (the sandbox to verify in, None), and the agent's is removed; or (_, what the agent did against it)."""
-        env = None if mode == "strict" else stack.enter_context(box.snapshot(is_last=True))
+        env = None if mode == "strict" else stack.enter_context(box.snapshot())
         fresh = stack.enter_context(self.make(job, "verify", env))
         if mode == "strict":
             try: left_out = box.carry(fresh.workdir, fresh, self.off)

@@ -29,7 +29,7 @@ not root, on a read-only root (writable: the workdir, WRITABLE, folders given to
 their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
 """
 import contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, os, posixpath, re, resource, select, shlex, \
-    shutil, signal, socket, subprocess, sys, tarfile, tempfile, threading, time, uuid
+    shutil, signal, socket, stat, subprocess, sys, tarfile, tempfile, threading, time, uuid
 from pathlib import Path
 
 import docker, requests, urllib3
@@ -220,6 +220,8 @@ class Sandbox:
     pids: int = 512                # processes and threads
     disk_mb: int = 10240           # what it may write, in all
     workdir: str = dataclasses.field(default="", init=False)   # known from start() on
+    mounts: dict = dataclasses.field(default_factory=dict, init=False)         # {inside folder: where the host has it}
+    place: object = dataclasses.field(default_factory=tempfile.gettempdir, init=False)   # on the file system of these
 
     def __enter__(self):
         self.start()
@@ -269,7 +271,7 @@ class Sandbox:
             finally:
                 ended.set()
         if (left_mb := self._host_mb()) < DISK_RESERVE_MB or reason == ["host"]:   # others may have made room since
-            raise SandboxError(f"{self.name}: disk full: {left_mb} MB left on the file system of {self._place()}")
+            raise SandboxError(f"{self.name}: disk full: {left_mb} MB left on the file system of {self.place}")
         if reason:
             watcher.join()   # Docker: the container is up again
             return Result(137, reason == ["time"], output, reason == ["disk"])
@@ -282,23 +284,20 @@ class Sandbox:
         if self._host_mb() < DISK_RESERVE_MB: return "host"
         if self._used_bytes() > self.disk_mb << 20: return "disk"
 
-    def _place(self):
-        """A folder on the file system that the sandbox writes to; `_written`: where on it what inside folders hold."""
-        return tempfile.gettempdir()
-
     def _used_bytes(self):
-        return sum(map(_bytes, self._written().values()))
+        return sum(max(4096, status.st_blocks * 512)   # empty ones fill the disk, too
+                   for host in self.mounts.values() for _, status in _below(host))
 
     def _host_mb(self):
-        usage = os.statvfs(self._place())
+        usage = os.statvfs(self.place)
         return usage.f_bavail * usage.f_frsize >> 20
 
     def changed(self):
         """Files outside the workspace that were made, changed or (Docker) deleted since the start, but for SCRATCH: the
         first GET_FILES of them."""
         apart = tuple(f"{p}/" for p in (*SCRATCH, self.workdir))
-        found = (path for inside, host in self._written().items() for folder, _, names in os.walk(host)
-                 for name in names if os.lstat(file := os.path.join(folder, name)).st_ctime > self.started_s
+        found = (path for inside, host in self.mounts.items() for file, status in _below(host)
+                 if status.st_ctime > self.started_s and not stat.S_ISDIR(status.st_mode)
                  and not (path := os.path.join(inside, os.path.relpath(file, host))).startswith(apart))
         return sorted(itertools.islice(found, GET_FILES))
 
@@ -501,19 +500,13 @@ class Docker(Sandbox):
             pids_limit=self.pids, command=[])
         _client().api.start(self.container)
         upper = ((made.attrs.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir", "")
-        self.upper = Path(upper) if os.path.isdir(upper) else None   # where its files lie, if we may look there
-        if not self.upper:
+        if os.path.isdir(upper): self.mounts, self.place = {"/": Path(upper)}, Path(upper).parents[1]
+        else:
             _say_once("warning: the files of Docker's containers cannot be looked at (that takes root on the daemon's "
                       "machine, and overlay2): there is no record of tampering")
 
-    def _place(self):
-        return self.upper.parents[1] if self.upper else super()._place()
-
-    def _written(self):
-        return {"/": self.upper} if self.upper else {}
-
     def _used_bytes(self):
-        if self.upper: return super()._used_bytes()
+        if self.mounts: return super()._used_bytes()
         with contextlib.suppress(SandboxError), _faults("look"):   # what has failed shows elsewhere
             rows = _client().api.containers(all=True, size=True, filters={"name": f"^/{self.container}$"})
             return sum(row.get("SizeRw", 0) for row in rows)
@@ -583,9 +576,8 @@ class Docker(Sandbox):
                 if error.status_code != 409: raise   # 409: it does not run
 
     @contextlib.contextmanager
-    def snapshot(self, is_last=False):
-        """An Environment whose sandboxes start from the files as they are now; removed at the end of the block.
-        is_last: this sandbox is frozen, and one other starts; bubblewrap then hands the files over and copies none."""
+    def snapshot(self):
+        """An Environment to start from the files of this sandbox, which is frozen; removed at the end of the block."""
         with _faults(f"snapshot of {self.name}"):   # the image has the container's labels
             made = _client().api.commit(self.container, "harness-rl/snapshot", uuid.uuid4().hex)["Id"]
         try:
@@ -713,28 +705,24 @@ FIXED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/r
 ETC = ("alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "localtime", "os-release", "services")
 
 
-def _bytes(folder):
-    """What the files below a folder take on the disk; those that vanish meanwhile count nothing."""
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)   # empty ones fill the disk, too
-                total += _bytes(entry.path) if entry.is_dir(follow_symlinks=False) else 0
-    return total
+def _below(folder):
+    """(path, stat) of all below a folder, however deep; what vanishes meanwhile is left out."""
+    folders = [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False): folders.append(entry.path)
+                    yield entry.path, entry.stat(follow_symlinks=False)
 
 
 def _remove_folder(folder):
     if os.geteuid():   # the processes inside may have taken our right to enter their folders
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
     for _ in range(40):   # what runs inside may still write for the moment that it takes to die
-        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)   # shutil.rmtree fails below 1000 folders
         if not os.path.lexists(folder): break
         time.sleep(0.05)
-
-
-def _make_folder(run_id):
-    return Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(run_id)}_{_owner(os.getpid())}_"))
 
 
 def _folders(copies):
@@ -760,14 +748,14 @@ class Bubblewrap(Sandbox):
     def _start(self):
         base, other = self.env.base, self.env.heir_of
         self.root, self.workdir = Path(base if os.path.isabs(base) else "/"), self.env.workdir or "/root"
-        self.mounts, self.running, self.lock, self.bwrap = {}, [], threading.Lock(), shutil.which("bwrap")
+        self.running, self.lock, self.bwrap = [], threading.Lock(), shutil.which("bwrap")
         if other:
             with other.lock: self.folder, other.folder = other.folder, None
             if not self.folder: raise SandboxError(f"{other.name} is stopped")
             self.uid, self.mounts = other.uid, dict(other.mounts)
             return
         self._refuse(f"task {self.env.task}:", base)
-        self.folder = _make_folder(self.run_id)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"harness-rl_{_safe(self.run_id)}_{_owner(os.getpid())}_"))
         # as root: a user id that is unique while the folder lives
         self.uid = os.geteuid() or (1 << 30) + self.folder.stat().st_ino % (1 << 30)
         self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies)])
@@ -871,27 +859,12 @@ class Bubblewrap(Sandbox):
     def _has_ended(self, code):
         return code == -9   # bwrap itself: of a command that it ran it tells 137
 
-    def freeze(self):
-        """End every process: what was started has ended with its exec."""
-        self.kill()
-
-    def _written(self):
-        return self.mounts
+    freeze = kill   # what was started ends with its exec
 
     @contextlib.contextmanager
-    def snapshot(self, is_last=False):
-        """As Docker's."""
-        if is_last:
-            yield dataclasses.replace(self.env, copies=[], heir_of=self)
-            return
-        folder = _make_folder(self.run_id)
-        try:
-            with _faults(f"snapshot of {self.name}"):
-                subprocess.run(["cp", "-a", "--reflink=auto", *self.mounts.values(), folder], check=True)
-            copies = [(folder / host.name, inside) for inside, host in self.mounts.items()]
-            yield dataclasses.replace(self.env, copies=copies, heir_of=None)
-        finally:
-            _remove_folder(folder)
+    def snapshot(self):
+        """As Docker's, for the one sandbox that starts next, which takes the files over."""
+        yield dataclasses.replace(self.env, copies=[], heir_of=self)
 
     def stop(self):
         """Remove the folder with all that it holds; may be called twice, and from another thread than exec."""
