@@ -248,19 +248,8 @@ class Sandbox:
         """Run a command to its end. At the time limit, or past the disk limit, every process in the sandbox is killed;
         its files stay. `user`: Docker only. `clock`: by which the time limit goes; it may stand still."""
         ended, reason, deadline = threading.Event(), [], clock() + (timeout_s or threading.TIMEOUT_MAX)
+        watcher = threading.Thread(target=self._watch, args=(ended, reason, clock, deadline), daemon=True)
         self.is_killed = False
-
-        def watch():
-            pause_s = 2
-            while not ended.wait(max(0.01, min(pause_s, deadline - clock()))):
-                begin = time.monotonic()
-                if limit := "time" if clock() >= deadline else self._exceeded():
-                    reason.append(limit)
-                    with contextlib.suppress(SandboxError):   # then the exec fails by itself
-                        self.kill()
-                    return
-                pause_s = max(2, 20 * (time.monotonic() - begin))
-        watcher = threading.Thread(target=watch, daemon=True)
         with _faults(f"exec in {self.name}"):
             chunks, poll = self._run(list(argv), env or {}, cwd or self.workdir, user=user)
             watcher.start()
@@ -278,6 +267,17 @@ class Sandbox:
         if code in (137, -9) and not self.is_killed and self._has_ended(code):
             raise SandboxError(f"{self.name}: something outside it has killed it (a daemon's restart, the kernel, ...)")
         return Result(128 - code if code < 0 else code, False, output)
+
+    def _watch(self, ended, reason, clock, deadline):
+        """Until a command has ended: kill all at a limit, whose name goes into `reason`."""
+        pause_s = 2
+        while not ended.wait(max(0.01, min(pause_s, deadline - clock()))):
+            begin = time.monotonic()
+            if limit := "time" if clock() >= deadline else self._exceeded():
+                reason.append(limit)
+                with contextlib.suppress(SandboxError): self.kill()   # then the exec fails by itself
+                return
+            pause_s = max(2, 20 * (time.monotonic() - begin))
 
     def _exceeded(self):
         """The limit that is passed, looked at from outside: host (its disk is full), disk or None."""
