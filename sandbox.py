@@ -11,8 +11,9 @@ Covered: no network but a lone `lo` (no host ports, neighbours, DNS); one unix s
 out; the host's files invisible but for read-only runtimes; memory, CPU, process, open file, disk and output limits;
 time limits that kill every process in the sandbox; copies that neither follow links on the host nor fill its disk; a
 workspace that reaches the verifier without what would run there before the tests (`carry`); a full disk of the host as
-a SandboxError; removal of all that a dead run left, whatever killed it; tasks of FROM, WORKDIR, COPY and ENV lines
-without an image build, alike on both.
+a SandboxError; removal of all that a dead run left, whatever killed it; a daemon that dies or restarts (what runs then
+fails with a SandboxError, what starts waits 30 s for it); tasks of FROM, WORKDIR, COPY and ENV lines without an image
+build, alike on both.
 Not covered: kernel exploits; disk use between two looks, 2 s apart; a daemon that hangs instead of failing; side
 channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; tests that themselves run the agent's code in
 their own process or under their own user.
@@ -163,7 +164,9 @@ def reap(run_id=None):
         with contextlib.suppress(FileNotFoundError):   # another process may reap as well
             if path.lstat().st_uid == os.geteuid() and is_ours(*path.name.split("_")[1:3]):
                 folders.append(path)
+                _end_bwrap(path)
                 _remove_folder(path)
+                _end_bwrap(path)   # of a command that began meanwhile
     for path in [] if run_id else {p for place in {tempfile.gettempdir(), "/tmp"} for p in Path(place).glob("hrl-*")}:
         with contextlib.suppress(OSError), open(path / ".lock") as lock:   # of a proxy, which holds it while it lives
             if time.time() - os.fstat(lock.fileno()).st_mtime > 5:         # else it may be about to take it
@@ -727,6 +730,20 @@ def _remove_folder(folder):
 
 def _folders(copies):
     return [inside if host.is_dir() else posixpath.dirname(inside) for host, inside in copies]
+
+
+def _end_bwrap(folder):
+    """Of a run that was killed while its bwrap started, which then had not yet asked to die with it."""
+    for _ in range(100):   # it may have made a child since the look
+        is_clear = True
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes()
+                if words.partition(b"\0")[0].endswith(b"bwrap") and bytes(folder) in words:
+                    is_clear = False
+                    os.kill(int(process.name), signal.SIGKILL)
+        if is_clear: return
+        time.sleep(0.01)
 
 
 class Bubblewrap(Sandbox):

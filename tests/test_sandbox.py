@@ -671,6 +671,29 @@ def test_reap_after_kill_9(kind):
         stranger.remove()
 
 
+def test_reap_after_kill_9_while_bwrap_starts():
+    """Catches: a bwrap whose run is killed before it has asked to die with it, and that runs its command for ever in a
+    folder that was removed under it (without an end to it, 23 of 60 such kills left one)."""
+    needs("bubblewrap")
+    for i in range(20):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                with sandbox.Bubblewrap(Environment("host"), run_id=f"{RUN}-race", name="n") as box:
+                    os.write(writing, b"x"), box.exec(["sleep", "986"])
+            finally: os._exit(1)
+        assert os.read(reading, 1) == b"x"
+        time.sleep(i * 0.001)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0), os.close(reading), os.close(writing)
+        assert reap() >= 1
+        deadline = time.time() + 5      # one that starts only now finds no folder, and ends
+        while f"harness-rl_{RUN}-race" in processes():
+            assert time.time() < deadline, f"killed {i} ms after its start"
+            time.sleep(0.05)
+
+
 def test_reap_finds_what_else_a_run_leaves(kind):
     """Catches: networks, snapshots and sockets' folders that outlive a killed run, or of a living one removed."""
     code = (f"import sandbox, tempfile, fcntl, time; "
