@@ -73,10 +73,9 @@ def with_mean(rows: list) -> list:                 # the runs' rows and, of seve
                     "interval": what}]
 
 
-def gain(a: dict, b: dict) -> dict:            # b - a in points, its 95 % interval out of Wilson's (Newcombe, 1998, 10)
-    d, down, up = (b["mean"] - a["mean"], (b["mean"] - b["low"], a["high"] - a["mean"]),
-                   (b["high"] - b["mean"], a["mean"] - a["low"]))
-    return b | {"mean": 100 * d, "low": 100 * (d - math.hypot(*down)), "high": 100 * (d + math.hypot(*up)),
+def gain(a: dict, b: dict) -> dict:                         # b - a in points, its 95 % interval out of Wilson's
+    apart = rollout.newcombe(*((x["mean"], x["low"], x["high"]) for x in (a, b)))
+    return b | {"mean": 100 * apart["difference"], "low": 100 * apart["low"], "high": 100 * apart["high"],
                 "interval": "Newcombe"}
 
 

@@ -25,7 +25,7 @@ Outcomes, and what becomes of the reward:
     harness_error  the harness ended with another status and without a final answer, or its last request failed
                                                                      the verifier's: exit status is no success signal
     verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics
-    infra_error    sandbox, image or disk failed                     none
+    infra_error    sandbox, image, disk or engine failed             none
     no_calls       the harness never reached the model               none, and a warning
     stale          it outlived `train.py --max_staleness`            none
 Tasks are in Harbor's format: instruction.md, task.toml (both schemas), environment/Dockerfile or docker_image,
@@ -86,8 +86,7 @@ class Task:
 
     def mode_file(self, kind: str) -> Path:
         """Where the verify mode that the oracle found is remembered, for this content and kind of sandbox."""
-        cache = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
-        return cache / "verify" / f"{self.digest}-{kind}"
+        return harnesses.cache() / "verify" / f"{self.digest}-{kind}"
 
 
 class Settings(dict):
@@ -213,12 +212,6 @@ CLEAN = """for d in /tests /solution /logs; do
 mkdir -p /logs/verifier; chmod 777 /logs/verifier"""
 
 
-def write_header(record: Path, job: Job, header: dict, temperature: float):
-    """The first line of a record, where no session writes it."""
-    header = header | {"id": job.id, "temperature": temperature, "started_s": time.time()}
-    record.write_text(json.dumps({"type": "rollout", "format": 1} | header) + "\n")
-
-
 class Runner:
     """What all rollouts of a run share. `proxy` may be None for oracle and nop."""
 
@@ -226,8 +219,6 @@ class Runner:
                  verify="auto", off=(), reward_weights=None, **options):
         """num_warm: sandboxes that wait, started, for their turn; verify: auto or one of VERIFY; off: some of DEFENCES;
         options: of each session (proxy.Session): max_tokens, max_calls, max_session_tokens, keep_tail."""
-        assert verify in ("auto", *VERIFY), f"--verify {verify}: one of auto, {', '.join(VERIFY)}"
-        assert set(off) <= set(DEFENCES), f"--off {','.join(off)}: some of {', '.join(DEFENCES)}"
         self.proxy, self.kind, self.run_id, self.model, self.num_parallel = proxy, kind, run_id, model, num_parallel
         self.temperature, self.options, self.verify, self.off = temperature, options, verify, frozenset(off)
         self.num_warm, self.turns, self.reward_weights = num_warm, threading.Semaphore(num_parallel), reward_weights
@@ -251,10 +242,11 @@ class Runner:
         log.unlink(missing_ok=True)
         seconds, session, mode = {}, None, ""
         header = {"task": job.task.id, "harness": job.harness, "model": self.model}
+        first = {"type": "rollout", "format": 1, "id": job.id, **header, "temperature": self.temperature}
+        record.write_text(json.dumps(first | {"started_s": time.time()}) + "\n")    # a session begins it anew
         try:
             with contextlib.ExitStack() as stack:
-                if job.harness in WITHOUT_MODEL: write_header(record, job, header, self.temperature)
-                else:
+                if job.harness not in WITHOUT_MODEL:
                     more = {} if replay is None else {"replay": replay}
                     script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
                     session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
@@ -264,16 +256,14 @@ class Runner:
                 for mode in modes:
                     seconds.clear()
                     found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
-                    if end["reward"] is not None and end["reward"] >= 1: break
-                if len(modes) > 1:                              # the oracle looked for the strictest
-                    is_found, file = (end["reward"] or 0) >= 1, job.task.mode_file(self.kind)
+                    if (end["reward"] or 0) >= 1: break
+                else: mode, end = modes[0], found[modes[0]]
+                if len(modes) > 1:                          # the oracle looked for the strictest
+                    file = job.task.mode_file(self.kind)
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(mode if is_found else "strict")
-                    if not is_found: mode, end = "strict", found["strict"]
+                    file.write_text(mode)
         except Exception as e:
             if self.is_stopping.is_set(): raise             # the record stays without an end
-            if session is None and job.harness not in WITHOUT_MODEL:        # no record yet
-                write_header(record, job, header, self.temperature)
             is_known = isinstance(e, (sandbox.SandboxError, OSError))
             end = {"outcome": "infra_error", "reward": None,
                    "detail": str(e) if is_known else traceback.format_exc(limit=-3)}
@@ -331,9 +321,10 @@ class Runner:
                 kept = log.with_suffix(".artifacts") / path.strip("/").replace("/", "-")
                 kept.parent.mkdir(exist_ok=True)
                 with contextlib.suppress(FileNotFoundError, ValueError): box.get(path, kept)
-            try: fresh = self.verifier(job, box, mode, stack, more)
-            except (FileNotFoundError, ValueError) as e:    # the agent's doing, so no infra_error
-                return {"outcome": outcome, "reward": 0., "detail": f"the workspace cannot be carried over: {e}"} | more
+            fresh, problem = self.verifier(job, box, mode, stack, more)
+            if problem:
+                problem = f"the workspace cannot be carried over: {problem}"
+                return {"outcome": outcome, "reward": 0., "detail": problem} | more
             reward, call_rewards, named, problem = self.run_tests(job, session, fresh, log)
             took("verify")
         if named: more["rewards"] = named
@@ -373,20 +364,23 @@ class Runner:
         if log in self.stale: return None
         if session and self.proxy.engine.errored:
             raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
+        if session and ((session.refused or "").startswith("status 5") or      # 4xx: the request's own fault
+                        session.calls and session.calls[-1].finish == "error"):
+            raise sandbox.SandboxError(f"the engine failed in the last call: {session.refused or 'it broke off'}")
         return result
 
-    def verifier(self, job: Job, box, mode: str, stack, more: dict):
-        """-> the sandbox to verify in; the agent's is removed. FileNotFoundError, ValueError: nothing to verify."""
+    def verifier(self, job: Job, box, mode: str, stack, more: dict) -> tuple:
+        """-> (the sandbox to verify in, None), and the agent's is removed; or (_, what the agent did against it)."""
+        env = None if mode == "strict" else stack.enter_context(box.snapshot(is_last=True))
+        fresh = stack.enter_context(self.make(job, "verify", env))
         if mode == "strict":
-            fresh = stack.enter_context(self.make(job, "verify"))
-            if left_out := box.carry(fresh.workdir, fresh, self.off): more["left_out"] = left_out[:20]
-        else:
-            env = stack.enter_context(box.snapshot(is_last=True))
-            fresh = stack.enter_context(self.make(job, "verify", env))
-            if fresh.exec(["sh", "-c", CLEAN], user="root").exit_code:      # killed, at a limit that the agent used up
-                raise ValueError("/tests, /solution and /logs cannot be emptied of what the agent left there")
+            try: left_out = box.carry(fresh.workdir, fresh, self.off)
+            except (FileNotFoundError, ValueError) as e: return fresh, e
+            if left_out: more["left_out"] = left_out[:20]
+        elif fresh.exec(["sh", "-c", CLEAN], user="root", timeout_s=600).exit_code:     # its own shell, it may be
+            return fresh, "/tests, /solution and /logs cannot be emptied of what the agent left there"
         box.stop()
-        return fresh
+        return fresh, None
 
     def run_tests(self, job: Job, session, box, log: Path) -> tuple:
         """Runs the task's tests -> what read_reward tells"""
@@ -582,17 +576,21 @@ def sign_flip_p(d) -> float:
     return (1 + sum(extreme(coin.choice((-1., 1.), (500, len(d)))) for _ in range(40))) / 20_001
 
 
+def newcombe(a: tuple, b: tuple, r=0.) -> dict:
+    """Of b - a, each (rate, low, high), r their correlation: Newcombe, 1998, method 8."""
+    (p, p_low, p_high), (q, q_low, q_high) = a, b
+    d, half = q - p, lambda s, t: math.sqrt(max(0., s * s + t * t - 2 * r * s * t))
+    return {"difference": d, "low": d - half(q - q_low, p_high - p), "high": d + half(q_high - q, p - p_low)}
+
+
 def compare(a: dict, b: dict, k=1) -> dict:
     """a, b: task -> (judged, solved). Paired over the tasks with k samples in both: pass@k of each, difference b - a,
-    95 % interval (Newcombe, 1998, method 10: from the two intervals and the tasks' correlation), p (sign_flip_p)."""
+    95 % interval (newcombe, with the tasks' correlation), p (sign_flip_p)."""
     tasks = [t for t in a if t in b and min(a[t][0], b[t][0]) >= k]
-    (p, p_low, p_high), (q, q_low, q_high) = (rate([x[t] for t in tasks], k) for x in (a, b))
+    p, q = (rate([x[t] for t in tasks], k) for x in (a, b))
     x, y = (np.array([pass_at_k(*c[t], k) for t in tasks]) for c in (a, b))
     r = np.corrcoef(x, y)[0, 1] if len(tasks) > 1 and np.ptp(x) and np.ptp(y) else 0.
-    half = lambda s, t: math.sqrt(max(0., s * s + t * t - 2 * r * s * t))
-    return {"k": k, "num_tasks": len(tasks), "a": p, "b": q, "difference": q - p,
-            "low": q - p - half(q - q_low, p_high - p), "high": q - p + half(q_high - q, p - p_low),
-            "p": sign_flip_p(y - x)}
+    return {"k": k, "num_tasks": len(tasks), "a": p[0], "b": q[0]} | newcombe(p, q, r) | {"p": sign_flip_p(y - x)}
 
 
 def read_folder(folder: str) -> list:
@@ -735,18 +733,15 @@ def prebuild(tasks: list, num_parallel: int) -> int:
 
 def main(args):
     if "compare" in args: return compare_folders(args)
-    if args.prebuild:
-        sandbox.choose("docker")
-        tasks = load_tasks(args.tasks, base_images(args.base_image), args.internet)
-        return prebuild(tasks[:args.limit or None], args.num_parallel)
+    kind = sandbox.choose("docker" if args.prebuild else args.sandbox)
+    tasks = load_tasks(args.tasks, base_images(args.base_image), args.internet)[:args.limit or None]
+    if args.prebuild: return prebuild(tasks, args.num_parallel)
     names = list(dict.fromkeys(args.harness.split(",")))
     for name in names:
         if name not in WITHOUT_MODEL: harnesses.load(name).mounts()     # builds the runtimes
-    kind = sandbox.choose(args.sandbox)
-    tasks = load_tasks(args.tasks, base_images(args.base_image), args.internet)
     online = sum(task.env.internet for task in tasks)
     if online: print(f"warning: {online} tasks have internet access", file=sys.stderr)
-    jobs = make_jobs(tasks[:args.limit or None], names, args.n, args.script)
+    jobs = make_jobs(tasks, names, args.n, args.script)
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise NotADirectoryError(f"--out {args.out}: it is a file; name a folder")
     for record in (record_path(Path(args.out), job) for job in jobs):

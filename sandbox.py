@@ -11,8 +11,9 @@ Covered: no network but a lone `lo` (no host ports, neighbours, DNS); one unix s
 out; the host's files invisible but for read-only runtimes; memory, CPU, process, open file, disk and output limits;
 time limits that kill every process in the sandbox; copies that neither follow links on the host nor fill its disk; a
 workspace that reaches the verifier without what would run there before the tests (`carry`); a full disk of the host as
-a SandboxError; removal of all that a dead run left, whatever killed it; tasks of FROM, WORKDIR, COPY and ENV lines
-without an image build, alike on both.
+a SandboxError; removal of all that a dead run left, whatever killed it; a daemon that dies or restarts (what runs then
+fails with a SandboxError, what starts waits 30 s for it); tasks of FROM, WORKDIR, COPY and ENV lines without an image
+build, alike on both.
 Not covered: kernel exploits; disk use between two looks, 2 s apart; a daemon that hangs instead of failing; side
 channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; tests that themselves run the agent's code in
 their own process or under their own user.
@@ -29,7 +30,7 @@ not root, on a read-only root (writable: the workdir, WRITABLE, folders given to
 their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
 """
 import contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, os, posixpath, re, resource, select, shlex, \
-    shutil, signal, socket, subprocess, sys, tarfile, tempfile, threading, time, uuid
+    shutil, signal, socket, stat, subprocess, sys, tarfile, tempfile, threading, time, uuid
 from pathlib import Path
 
 import docker, requests, urllib3
@@ -163,7 +164,9 @@ def reap(run_id=None):
         with contextlib.suppress(FileNotFoundError):   # another process may reap as well
             if path.lstat().st_uid == os.geteuid() and is_ours(*path.name.split("_")[1:3]):
                 folders.append(path)
+                _end_bwrap(path)
                 _remove_folder(path)
+                _end_bwrap(path)   # of a command that began meanwhile
     for path in [] if run_id else {p for place in {tempfile.gettempdir(), "/tmp"} for p in Path(place).glob("hrl-*")}:
         with contextlib.suppress(OSError), open(path / ".lock") as lock:   # of a proxy, which holds it while it lives
             if time.time() - os.fstat(lock.fileno()).st_mtime > 5:         # else it may be about to take it
@@ -220,13 +223,16 @@ class Sandbox:
     pids: int = 512                # processes and threads
     disk_mb: int = 10240           # what it may write, in all
     workdir: str = dataclasses.field(default="", init=False)   # known from start() on
+    mounts: dict = dataclasses.field(default_factory=dict, init=False)         # {inside folder: where the host has it}
+    place: object = dataclasses.field(default_factory=tempfile.gettempdir, init=False)   # on the file system of these
 
     def __enter__(self):
         self.start()
         return self
 
-    def __exit__(self, *_):
-        self.stop()
+    def __exit__(self, kind, *_):
+        with contextlib.suppress(*[SandboxError] * bool(kind)):   # which may be why it does not stop, and tells more
+            self.stop()
 
     def start(self):
         """Start, with the task's copies in place; nothing is left behind when that fails."""
@@ -237,26 +243,16 @@ class Sandbox:
             with _faults(f"start {self.name}"): self._start()
             self._put(self.env.copies)
             self.started_s = time.time()
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
 
     def exec(self, argv, *, env=None, cwd=None, timeout_s=None, log=None, user="", clock=time.monotonic):
         """Run a command to its end. At the time limit, or past the disk limit, every process in the sandbox is killed;
         its files stay. `user`: Docker only. `clock`: by which the time limit goes; it may stand still."""
         ended, reason, deadline = threading.Event(), [], clock() + (timeout_s or threading.TIMEOUT_MAX)
-
-        def watch():
-            pause_s = 2
-            while not ended.wait(max(0.01, min(pause_s, deadline - clock()))):
-                begin = time.monotonic()
-                if limit := "time" if clock() >= deadline else self._exceeded():
-                    reason.append(limit)
-                    with contextlib.suppress(SandboxError):   # then the exec fails by itself
-                        self.kill()
-                    return
-                pause_s = max(2, 20 * (time.monotonic() - begin))
-        watcher = threading.Thread(target=watch, daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(ended, reason, clock, deadline), daemon=True)
+        self.is_killed = False
         with _faults(f"exec in {self.name}"):
             chunks, poll = self._run(list(argv), env or {}, cwd or self.workdir, user=user)
             watcher.start()
@@ -266,34 +262,45 @@ class Sandbox:
                     time.sleep(0.005)
             finally:
                 ended.set()
-        if (left_mb := self._host_mb()) < DISK_RESERVE_MB:
-            raise SandboxError(f"{self.name}: disk full: {left_mb} MB left on the file system of {self._place()}")
+        if (left_mb := self._host_mb()) < DISK_RESERVE_MB or reason == ["host"]:   # others may have made room since
+            raise SandboxError(f"{self.name}: disk full: {left_mb} MB left on the file system of {self.place}")
         if reason:
             watcher.join()   # Docker: the container is up again
             return Result(137, reason == ["time"], output, reason == ["disk"])
+        if code in (137, -9) and not self.is_killed and self._has_ended(code):
+            raise SandboxError(f"{self.name}: something outside it has killed it (a daemon's restart, the kernel, ...)")
         return Result(128 - code if code < 0 else code, False, output)
 
-    def _exceeded(self):
-        """The limit that is passed, looked at from outside: disk or None."""
-        if self._host_mb() < DISK_RESERVE_MB or self._used_bytes() > self.disk_mb << 20: return "disk"
+    def _watch(self, ended, reason, clock, deadline):
+        """Until a command has ended: kill all at a limit, whose name goes into `reason`."""
+        pause_s = 2
+        while not ended.wait(max(0.01, min(pause_s, deadline - clock()))):
+            begin = time.monotonic()
+            if limit := "time" if clock() >= deadline else self._exceeded():
+                reason.append(limit)
+                with contextlib.suppress(SandboxError): self.kill()   # then the exec fails by itself
+                return
+            pause_s = max(2, 20 * (time.monotonic() - begin))
 
-    def _place(self):
-        """A folder on the file system that the sandbox writes to; `_written`: where on it what inside folders hold."""
-        return tempfile.gettempdir()
+    def _exceeded(self):
+        """The limit that is passed, looked at from outside: host (its disk is full), disk or None."""
+        if self._host_mb() < DISK_RESERVE_MB: return "host"
+        if self._used_bytes() > self.disk_mb << 20: return "disk"
 
     def _used_bytes(self):
-        return sum(map(_bytes, self._written().values()))
+        return sum(max(4096, status.st_blocks * 512)   # empty ones fill the disk, too
+                   for host in self.mounts.values() for _, status in _below(host))
 
     def _host_mb(self):
-        usage = os.statvfs(self._place())
+        usage = os.statvfs(self.place)
         return usage.f_bavail * usage.f_frsize >> 20
 
     def changed(self):
         """Files outside the workspace that were made, changed or (Docker) deleted since the start, but for SCRATCH: the
         first GET_FILES of them."""
         apart = tuple(f"{p}/" for p in (*SCRATCH, self.workdir))
-        found = (path for inside, host in self._written().items() for folder, _, names in os.walk(host)
-                 for name in names if os.lstat(file := os.path.join(folder, name)).st_ctime > self.started_s
+        found = (path for inside, host in self.mounts.items() for file, status in _below(host)
+                 if status.st_ctime > self.started_s and not stat.S_ISDIR(status.st_mode)
                  and not (path := os.path.join(inside, os.path.relpath(file, host))).startswith(apart))
         return sorted(itertools.islice(found, GET_FILES))
 
@@ -358,6 +365,7 @@ class Sandbox:
         with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
             with tarfile.open(fileobj=archive, mode="w") as tar:
                 for host, inside in copies:
+                    if not host.exists(): raise FileNotFoundError(f"put into {self.name}: there is no {host}")
                     # a folder itself only when empty: it would change the mode of one that exists
                     paths = sorted(host.iterdir()) if host.is_dir() else []
                     for path in paths or [host.resolve()]:
@@ -406,17 +414,18 @@ def _members(tar, what):
         if number >= GET_FILES:
             raise ValueError(f"{what} is not copied: more than {GET_FILES} files and folders")
         yield member
+    tar.fileobj.seek(tar.offset)   # tarfile takes anything for the end
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE): raise SandboxError(f"{what} came incomplete")
 
 
 @contextlib.contextmanager
 def _faults(what):
-    """The daemon's and the system's many exceptions -> SandboxError; a path that is missing stays one."""
+    """The daemon's and the system's many exceptions -> SandboxError; our own FileNotFoundError has no errno."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except (docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError,
-            subprocess.SubprocessError, OSError) as error:
+            subprocess.SubprocessError, tarfile.TarError, OSError) as error:
+        if isinstance(error, FileNotFoundError) and error.errno is None: raise
         raise SandboxError(f"{what}: {error}") from error
 
 
@@ -462,6 +471,11 @@ class Docker(Sandbox):
                     "DOCKER_HOST and your rights")
 
     def _start(self):
+        for _ in range(60):   # else an outage of a second would cost all rollouts that wait for their turn
+            with contextlib.suppress(docker.errors.DockerException, requests.RequestException):
+                docker.from_env(version=_client().api.api_version).ping()   # one that ends answers old connections
+                break
+            time.sleep(0.5)
         found, self.relay = image(self.env), None
         if _is_remote():
             mounts = [(inside, _volume(folder, found["Id"]), "volume") for folder, inside in self.runtimes.items()]
@@ -480,6 +494,7 @@ class Docker(Sandbox):
             # (su, pkill). Left out: device nodes, raw sockets, chroot, file capabilities, audit.
             cap_drop=["ALL"], cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL"],
             security_opt=["no-new-privileges"], log_config={"type": "none"},
+            stop_signal="KILL",   # else a daemon that ends, or starts after a crash, waits 10 s for each
             **({"network": _bridge(self.run_id, labels)} if self.env.internet else {"network_mode": "none"}),
             mounts=[docker.types.Mount(*mount, read_only=True) for mount in mounts],
             ulimits=[docker.types.Ulimit(name=name, soft=most, hard=most)
@@ -488,19 +503,13 @@ class Docker(Sandbox):
             pids_limit=self.pids, command=[])
         _client().api.start(self.container)
         upper = ((made.attrs.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir", "")
-        self.upper = Path(upper) if os.path.isdir(upper) else None   # where its files lie, if we may look there
-        if not self.upper:
+        if os.path.isdir(upper): self.mounts, self.place = {"/": Path(upper)}, Path(upper).parents[1]
+        else:
             _say_once("warning: the files of Docker's containers cannot be looked at (that takes root on the daemon's "
                       "machine, and overlay2): there is no record of tampering")
 
-    def _place(self):
-        return self.upper.parents[1] if self.upper else super()._place()
-
-    def _written(self):
-        return {"/": self.upper} if self.upper else {}
-
     def _used_bytes(self):
-        if self.upper: return super()._used_bytes()
+        if self.mounts: return super()._used_bytes()
         with contextlib.suppress(SandboxError), _faults("look"):   # what has failed shows elsewhere
             rows = _client().api.containers(all=True, size=True, filters={"name": f"^/{self.container}$"})
             return sum(row.get("SizeRw", 0) for row in rows)
@@ -552,8 +561,15 @@ class Docker(Sandbox):
 
     def kill(self):
         """End every process, keep the files. A restart, since a second exec would fail at the process limit."""
-        self.relay = None
+        self.relay, self.is_killed = None, True
         with _faults(f"kill {self.name}"): _client().api.restart(self.container, timeout=0)
+
+    def _has_ended(self, code):
+        """Also of the agent's doing? Not with this exit code: what process 1 makes of all that can be sent to it from
+        inside is another one."""
+        time.sleep(0.5)   # the daemon hears of the command's end first
+        with _faults(f"look at {self.name}"): state = _client().api.inspect_container(self.container)["State"]
+        return not state["Running"] and state["ExitCode"] == 137 and not state["OOMKilled"]
 
     def freeze(self):
         """End every process for good: files can be read, nothing runs any more."""
@@ -571,7 +587,8 @@ class Docker(Sandbox):
         try:
             yield dataclasses.replace(self.env, base=made, dockerfile=None, copies=[])
         finally:
-            with contextlib.suppress(docker.errors.APIError): _client().api.remove_image(made, force=True)
+            with contextlib.suppress(SandboxError), _faults("remove it"):   # `reap` does
+                _client().api.remove_image(made, force=True)
 
     def stop(self):
         """Remove the container with all that it holds; may be called twice, and from another thread than exec."""
@@ -692,22 +709,22 @@ FIXED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/r
 ETC = ("alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "localtime", "os-release", "services")
 
 
-def _bytes(folder):
-    """What the files below a folder take on the disk; those that vanish meanwhile count nothing."""
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)   # empty ones fill the disk, too
-                total += _bytes(entry.path) if entry.is_dir(follow_symlinks=False) else 0
-    return total
+def _below(folder):
+    """(path, stat) of all below a folder, however deep; what vanishes meanwhile is left out."""
+    folders = [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False): folders.append(entry.path)
+                    yield entry.path, entry.stat(follow_symlinks=False)
 
 
 def _remove_folder(folder):
     if os.geteuid():   # the processes inside may have taken our right to enter their folders
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL)
     for _ in range(40):   # what runs inside may still write for the moment that it takes to die
-        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)   # shutil.rmtree fails below 1000 folders
         if not os.path.lexists(folder): break
         time.sleep(0.05)
 
@@ -718,6 +735,20 @@ def _make_folder(run_id):
 
 def _folders(copies):
     return [inside if host.is_dir() else posixpath.dirname(inside) for host, inside in copies]
+
+
+def _end_bwrap(folder):
+    """Of a run that was killed while its bwrap started, which then had not yet asked to die with it."""
+    for _ in range(100):   # it may have made a child since the look
+        is_clear = True
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes()
+                if words.partition(b"\0")[0].endswith(b"bwrap") and bytes(folder) in words:
+                    is_clear = False
+                    os.kill(int(process.name), signal.SIGKILL)
+        if is_clear: return
+        time.sleep(0.01)
 
 
 class Bubblewrap(Sandbox):
@@ -739,7 +770,7 @@ class Bubblewrap(Sandbox):
     def _start(self):
         base, other = self.env.base, self.env.heir_of
         self.root, self.workdir = Path(base if os.path.isabs(base) else "/"), self.env.workdir or "/root"
-        self.mounts, self.running, self.lock, self.bwrap = {}, [], threading.Lock(), shutil.which("bwrap")
+        self.running, self.lock, self.bwrap = [], threading.Lock(), shutil.which("bwrap")
         if other:
             with other.lock: self.folder, other.folder = other.folder, None
             if not self.folder: raise SandboxError(f"{other.name} is stopped")
@@ -834,7 +865,7 @@ class Bubblewrap(Sandbox):
     def kill(self):
         """End every process, keep the files: with bwrap's child its pid namespace ends. Not bwrap alone: killed while
         it starts it would leave a child that waits for ever, or runs the command."""
-        children, deadline = [], time.monotonic() + 10
+        children, deadline, self.is_killed = [], time.monotonic() + 10, True
         for process in self.running:
             pid = process.pid
             if process.poll() is None:
@@ -847,12 +878,10 @@ class Bubblewrap(Sandbox):
         while any(map(_start_ticks, children)) and time.monotonic() < deadline:   # dead once all in its namespace are
             time.sleep(0.002)
 
-    def freeze(self):
-        """End every process: what was started has ended with its exec."""
-        self.kill()
+    def _has_ended(self, code):
+        return code == -9   # bwrap itself: of a command that it ran it tells 137
 
-    def _written(self):
-        return self.mounts
+    freeze = kill   # what was started ends with its exec
 
     @contextlib.contextmanager
     def snapshot(self, is_last=False):

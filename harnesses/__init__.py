@@ -120,6 +120,10 @@ def interpreter(minimum: str, may_install=True) -> tuple[str, Path, Path]:
                                 f"python{minimum} stands on PATH: {error}") from None
 
 
+def cache() -> Path:
+    return Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl").absolute()
+
+
 @functools.cache
 def runtime(need: str) -> Path:
     """The host folder of a runtime, built into the cache if it is not there. Builds may race: the first one wins."""
@@ -143,11 +147,10 @@ def runtime(need: str) -> Path:
         build = functools.partial(build_pip, specs=spec.split(), binary=binary)
     else:
         raise ValueError(f"unknown runtime {need!r}; there are: {', '.join(PATHS)}, npm:NAME@1.0, pip:NAME==1.0")
-    cache = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl").absolute()
-    folder = cache / f"{name}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
+    folder = cache() / f"{name}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
     if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as building:
+        cache().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as building:
             build(Path(building) / name)
             try:
                 os.rename(Path(building) / name, folder)

@@ -5,6 +5,7 @@
 It listens before CMD starts, passes bytes as they come, closes each direction by itself, and exits as CMD exits
 (128 + signal); what is left of CMD's process group is killed then.
 """
+import contextlib
 import os
 import signal
 import socket
@@ -19,10 +20,8 @@ def pump(source: socket.socket, sink: socket.socket):
         sink.shutdown(socket.SHUT_WR)       # half-close: the answer may still be on its way
     except OSError:                         # one side is gone: wake the other pump
         for side in (source, sink):
-            try:
+            with contextlib.suppress(OSError):
                 side.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
 
 def connect(client: socket.socket, path: str):
@@ -50,10 +49,8 @@ def main(command: list[str]):
     path = os.environ.get("FORWARD_SOCKET", "/run/model.sock")
     threading.Thread(target=accept, args=(server, path), daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     os._exit(code if code >= 0 else 128 - code)     # at once: threads may sit in recv
 
 

@@ -6,6 +6,7 @@ The other end is `over_exec`, for sandbox.py. A frame: number of its connection 
 data; without data: no more comes this way. An agent may write to the pipe as well, and reaches its own session by it. A
 client that does not read its answer holds up the others of its sandbox.
 """
+import contextlib
 import itertools
 import math
 import os
@@ -36,15 +37,11 @@ class Frames:
         threading.Thread(target=self.pump, args=(number, sock), daemon=True).start()
 
     def pump(self, number: int, sock):
-        try:
+        with contextlib.suppress(OSError):
             while data := sock.recv(MOST_BYTES):
                 self.send(number, data)
-        except OSError:
-            pass
-        try:
+        with contextlib.suppress(OSError, ValueError):      # the pipe is closed, and with it all
             self.send(number)
-        except (OSError, ValueError):       # the pipe is closed, and with it all
-            pass
         self.end(number)
 
     def end(self, number: int):
@@ -70,30 +67,22 @@ class Frames:
                 return self.sockets[number].sendall(data)
             self.sockets[number].shutdown(socket.SHUT_WR)       # half-close: the answer may still be on its way
         except (OSError, KeyError):         # it is gone: wake its pump
-            if sock := self.sockets.get(number):
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
+            with contextlib.suppress(OSError, KeyError):
+                self.sockets[number].shutdown(socket.SHUT_RDWR)
         if not data:
             self.end(number)
 
     def run(self):
         """Until the pipe is closed."""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             while len(head := self.read(8)) == 8:
                 number, size = struct.unpack(">II", head)
                 if size > MOST_BYTES:
-                    return
+                    break
                 self.receive(number, self.read(size))
-        except (OSError, ValueError):
-            pass
-        finally:
-            for sock in list(self.sockets.values()):
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
+        for sock in list(self.sockets.values()):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def over_exec(wire, connect) -> Frames:

@@ -236,6 +236,32 @@ def test_a_session_that_does_not_end_is_an_infra_error(scripted, bubblewrap, tmp
     assert "did not answer" in done[1].detail
 
 
+def test_a_failure_of_the_engine_is_an_infra_error(run, scripted):
+    """Would catch a harness that gave up since the engine failed, told as its own error and paid 0."""
+    core = scripted.engine.engine_core
+
+    class Failing(type(core)):
+        async def add_request_async(self, request): raise RuntimeError("no memory")
+    core.__class__ = Failing
+    try: done = run(scripted, ("true", "DONE"), test=f"echo 0 {REWARD}")
+    finally: core.__class__ = Failing.__bases__[0]
+    assert (done.outcome, done.reward) == ("infra_error", None) and "engine failed" in done.detail, done
+
+
+def test_a_task_that_vanishes_is_an_infra_error(bubblewrap, tmp_path):
+    """Would catch a fault of the host while the verifier's sandbox is made, taken for an agent that deleted its
+    workspace, which pays 0."""
+    folder = make_task(tmp_path / "t", dockerfile="COPY files/here.txt /app/too.txt")
+
+    class Vanishing(Runner):
+        def run_agent(self, *args):
+            (folder / "environment/files/here.txt").unlink()
+            return super().run_agent(*args)
+    done = Vanishing(None, bubblewrap, "test-vanish", verify="strict").run(Job(load_task(folder, "t", {}), "nop"),
+                                                                          tmp_path)
+    assert (done.outcome, done.reward) == ("infra_error", None) and "here.txt" in done.detail, done
+
+
 def test_a_task_is_hashed_once(bubblewrap, tmp_path, monkeypatch):
     """Would catch every rollout reading the whole of its task's folder, once or twice."""
     task, num = load_task(make_task(tmp_path / "t"), "t", {}), Counter()
@@ -483,6 +509,87 @@ def test_random_kills(scripted, tmp_path, request, num, where):
         if job.sample in hit: assert r.reward in (0, right, None) and "carried over" not in r.detail, r
         else: assert (r.outcome, r.reward) == ("ok", right), r
     assert not sandbox.reap(runner.run_id) and not scripted.sessions
+
+
+@pytest.fixture
+def mortal_daemon(docker, monkeypatch):
+    """-> a Docker daemon of our own that sees our files, and starts anew when it ends, as under systemd: kill(signal,
+    seconds until it starts). With a network of its own: one that has no bridge removes docker0, whosever it is."""
+    if os.geteuid() or not shutil.which("dockerd"): pytest.skip("needs root and dockerd")
+    with tempfile.TemporaryDirectory(prefix="d", ignore_cleanup_errors=True) as folder:
+        start = f"""cd {folder}; while [ ! -e end ]; do
+                rm -f pid; sleep $(cat pause || echo 0)
+                dockerd --host unix://{folder}/docker.sock --bridge none --iptables=false --data-root {folder}/data \\
+                    --exec-root {folder}/exec --pidfile {folder}/pid
+            done"""
+        with open(f"{folder}/log", "w") as log:     # vLLM's LD_PRELOAD: see conftest.far_daemon
+            top = subprocess.Popen(
+                ["unshare", "-m", "-n", "-p", "-f", "--mount-proc", "--kill-child", "bash", "-c", start],
+                stdout=log, stderr=log, env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"})
+        children = lambda pid: map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+        def kill(how, pause_s):
+            Path(folder, "pause").write_text(str(pause_s))
+            (shell,) = children(top.pid)
+            for pid in children(shell):             # a container's shim may have become another child of it
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "dockerd": os.kill(pid, how)
+
+        def wait_for_it():
+            deadline = time.monotonic() + 60
+            while sandbox.SANDBOXES["docker"].problem():
+                assert time.monotonic() < deadline and top.poll() is None, Path(folder, "log").read_text()[-2000:]
+                time.sleep(0.1)
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/docker.sock")
+        save = ["env", "-u", "DOCKER_HOST", "docker", "save", "harness-rl/base"]
+        image = subprocess.Popen(save, stdout=subprocess.PIPE)
+        try:
+            wait_for_it()
+            subprocess.run(["docker", "load", "-q"], stdin=image.stdout, check=True)
+            sandbox._client.cache_clear()
+            yield SimpleNamespace(kill=kill, wait_for_it=wait_for_it)
+        finally:
+            sandbox._client.cache_clear()
+            image.kill(), image.wait()
+            Path(folder, "end").touch()
+            with contextlib.suppress(OSError, ValueError): kill(signal.SIGTERM, 0)
+            try: top.wait(20)
+            except subprocess.TimeoutExpired: top.kill(), top.wait()
+
+
+@pytest.mark.parametrize("num, num_kills", [(8, 1), pytest.param(60, 12, marks=pytest.mark.slow)])
+def test_the_daemon_is_killed(scripted, mortal_daemon, tmp_path, num, num_kills):
+    """Would catch a rollout that hangs, has no outcome or is paid 0 when Docker's daemon dies under it, or is told to
+    end (then it ends the containers first), and what is left of it when the daemon is back."""
+    tasks = [load_task(make_task(tmp_path / mode, test=f"sleep 0.3; [ -e right ]; echo $((1 - $?)) {REWARD}", toml=f"""
+                [metadata]\nverify = "{mode}"\n[agent]\ntimeout_sec = 30\n[verifier]\ntimeout_sec = 30"""), mode, BASE)
+             for mode in ("strict", "compat")]
+    jobs = [Job(tasks[i // 2 % 2], "bash", i, script=(f"sleep 0.5; touch {'right' if i % 2 else 'wrong'}", "DONE"))
+            for i in range(num)]
+    runner = Runner(scripted, "docker", f"test-daemon-{num}", num_parallel=3, num_warm=1)
+    draw, is_over = random.Random(num), threading.Event()
+
+    def kill():
+        for i in range(num_kills):
+            if is_over.wait(draw.uniform(2, 14)): return
+            mortal_daemon.kill(signal.SIGTERM if i % 3 == 2 else signal.SIGKILL, draw.choice([0, 0.5, 2]))
+            mortal_daemon.wait_for_it()
+    killer, started = threading.Thread(target=kill), time.monotonic()
+    killer.start()
+    try: done = runner.run_all(jobs, tmp_path / "out", "", quiet=True)
+    finally:
+        is_over.set()
+        killer.join()
+    print(f"{num} rollouts in {time.monotonic() - started:.0f} s: "
+          f"{dict(Counter(r.detail.partition(' ')[0] or r.outcome for r in done))}")
+    mortal_daemon.wait_for_it()
+    sandbox.reap(runner.run_id)
+    api, label = sandbox._client().api, {"label": f"harness_rl.run={runner.run_id}"}
+    assert not [*api.containers(all=True), *api.images(filters=label), *(api.volumes()["Volumes"] or [])]
+    assert not remains(runner.run_id) and not scripted.sessions and not list(Path(scripted.folder).glob("*.sock"))
+    assert len(done) == num and 0 < sum(r.outcome == "ok" for r in done) < num
+    assert max(r.seconds.get("agent", 0) for r in done) < 35
+    for job, r in zip(jobs, done):
+        assert (r.outcome, r.reward) in (("ok", job.sample % 2), ("infra_error", None)), r
 
 
 @pytest.mark.slow
