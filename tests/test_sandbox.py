@@ -715,7 +715,7 @@ def test_reap_finds_what_else_a_run_leaves(kind):
                       *client.containers.list(all=True, filters=label)]
         return len(found), folder.exists()
     reap()
-    assert rest() == (3 if kind == "docker" else 1, True)
+    assert rest() == (3 if kind == "docker" else 2, True)
     owner.kill()
     owner.wait()
     reap()
