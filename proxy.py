@@ -366,19 +366,28 @@ class WeightReceiver:
 
     def begin_load(self):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        for layer in self.model_runner.get_model().modules() if self.device.type == "cpu" else ():
+            if getattr(method := getattr(layer, "quant_method", None), "moe_kernel", None):
+                method.moe_kernel = None                    # made anew: on CPU it packs the experts' weights only then
         initialize_layerwise_reload(self.model_runner.get_model())
 
     def load_bucket(self, handles: list, layout: list):
         """handles: of each worker's memory; layout: (name, shape) of the tensors in it, one behind the other."""
         import torch
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         if handles[self.rank] != self.handle:
             self.handle = handles[self.rank]
             self.memory = pickle.loads(self.handle)()
         sizes = [math.prod(shape) for _, shape in layout]
         parts = self.memory[:sum(sizes)].split(sizes)
         tensors = ((name, part.view(shape)) for (name, shape), part in zip(layout, parts))
-        with set_current_vllm_config(self.vllm_config): self.model_runner.get_model().load_weights(tensors)
+        model, ours = self.model_runner.get_model(), self.memory.untyped_storage().data_ptr()
+        with set_current_vllm_config(self.vllm_config): model.load_weights(tensors)
+        for layer in model.modules():                       # one that is not whole yet, or padded, is filled later
+            for _, held in get_layerwise_info(layer).loaded_weights:
+                held.arguments.update({k: v.clone() for k, v in held.arguments.items() if isinstance(v, torch.Tensor)
+                                       and not v.is_meta and v.untyped_storage().data_ptr() == ours})
         if torch.accelerator.is_available(): torch.accelerator.synchronize()    # the memory may be written to again
 
     def end_load(self):
@@ -831,8 +840,7 @@ class Proxy:
 
     def load_weights(self, buckets, version: int):
         """buckets: an iterable of arguments of `load_bucket`, each loaded when the next is asked for, which may lie in
-        the same memory. A layer's tensors stand in one bucket: vLLM holds them until it has all. Running calls are held
-        over the change, caches cleared."""
+        the same memory. Running calls are held over the change, caches cleared."""
         async def begin():
             if self.is_asleep: await self.engine.wake_up(["weights"])
             else: await self.engine.pause_generation(mode="keep", clear_cache=True)

@@ -533,30 +533,31 @@ def weights_of(model) -> list:
 def full(p): return p.full_tensor() if hasattr(p, "full_tensor") else p            # gathered from its shards
 
 
-BUCKET_BYTES = 2**30                     # of weights in a hand-over: what a GPU holds twice, if no layer is larger
+BUCKET_BYTES = 2**30                     # of weights in a hand-over: what a GPU holds twice, if no tensor is larger
 
 
 def hand_over(engine, version: int, model, memory: list, dtype, device, rank=0, world=1, tp=1):
-    """Weights into this rank's engine (None: into that of a neighbour), in buckets of whole layers, gathered parameter
-    by parameter. memory: empty at first, then the tensor that all buckets lie in, one after the other, and the handles
-    by which the engine's workers open it, each that of the rank with its GPU."""
+    """Weights into this rank's engine (None: into that of a neighbour), in buckets, gathered parameter by parameter.
+    memory: empty at first, then the tensor that all buckets lie in, one after the other, and the handles by which the
+    engine's workers open it, each that of the rank with its GPU."""
     import proxy
-    size = lambda pairs: sum(p.numel() for _, p in pairs)
-    plan, first = [[]], rank // tp * tp
-    for _, layer in itertools.groupby(weights_of(model), lambda pair: pair[0].split(".")[:3]):
-        if size(layer := list(layer)) + size(plan[-1]) > BUCKET_BYTES / dtype.itemsize and plan[-1]: plan.append([])
-        plan[-1] += layer
+    plan, size = [[]], lambda pairs: sum(p.numel() for _, p in pairs)
+    for name, p in weights_of(model):
+        if plan[-1] and (size(plan[-1]) + p.numel()) * dtype.itemsize > BUCKET_BYTES: plan.append([])
+        plan[-1].append((name, p))
     if not memory:
         buffer, handle = proxy.shareable(max(map(size, plan)), dtype, device)
-        memory[:] = buffer, gather(handle, world)[first:first + tp]
+        memory[:] = buffer, gather(handle, world)[rank // tp * tp:][:tp]
 
     def buckets():
         for bucket in plan:
             for (_, p), part in zip(bucket, memory[0][:size(bucket)].split([p.numel() for _, p in bucket])):
-                part.view(p.shape).copy_(full(p))
+                part.view(p.shape).copy_(full(p if world == 1 else p.to(device, dtype)))
             if device.type == "cuda": torch.cuda.synchronize()
-            if tp > 1: gather(None, world)
+            if tp > 1: gather(None, world)                  # all have written
             yield memory[1], [(name, tuple(p.shape)) for name, p in bucket]
+            if tp > 1: gather(None, world)                  # all are read
+        if device.type == "cuda": torch.cuda.empty_cache()  # the engine maps its cache next
     if engine is not None: engine.load_weights(buckets(), version)
     else:
         for _ in buckets(): pass
@@ -614,6 +615,8 @@ def main(cfg: Config):
     assert world % cfg.tp == 0, f"--tp {cfg.tp}: {world} ranks do not divide into engines of {cfg.tp}"
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank % cfg.tp) if is_gpu else torch.device("cpu")
+    assert world == 1 or not torch.version.cuda or torch.cuda.device_count() >= cfg.tp, (
+        f"rank {rank} sees {torch.cuda.device_count()} GPUs and needs {cfg.tp}: start fewer ranks a node")
     import harnesses, proxy as boundary
     names, base = (list(dict.fromkeys(cfg.harness.split(","))),
                    rollout.base_images([x for x in cfg.base_image.split(",") if x]))
@@ -682,7 +685,7 @@ def main(cfg: Config):
     dtype, mesh = getattr(torch, cfg.dtype), dist.init_device_mesh(device.type, (world,))
 
     def sharded(wrap, is_offloaded=cfg.offload):
-        net = wrap(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)).to(device)
+        net = wrap(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32))   # fully_shard moves it
         if cfg.activation_checkpointing: net.model.train().gradient_checkpointing_enable({"use_reentrant": False})
         policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
                     "offload_policy": CPUOffloadPolicy() if is_offloaded and is_gpu else OffloadPolicy()}
@@ -694,6 +697,8 @@ def main(cfg: Config):
     reference = sharded(Policy, True).requires_grad_(False) if cfg.kl_reward or cfg.kl_loss else None
     model, opt = policy.model, adam(policy, cfg.lr)
     value_opt = adam(critic, cfg.value_lr) if critic is not None else None
+    assert not is_live or not getattr(model, "_weight_conversions", ()) or "qwen" in model.config.model_type, (
+        f"--model {cfg.model}: vLLM knows the weights of a {model.config.model_type} by other names than transformers")
     if cfg.share and (why := tree.why_flat(model)):
         cfg = dataclasses.replace(cfg, share=False)
         log({"phase": "flat", "why": why}, f"prefixes are not shared, each path is computed by itself: {why}")
@@ -704,7 +709,7 @@ def main(cfg: Config):
     is_checked, best = not (cfg.check_packing and cfg.share), at.get("best", -1.)
     assert cfg.carry_over or not at.get("flying"), f"--carry_over 0: {saved} has rollouts that go on; give what it had"
     flying = [Group(rollout.make_jobs([t for t in train_tasks if t.id == id], [name], cfg.group_size), folder, born,
-                    i % world) for i, (id, name, folder, born) in enumerate(at.get("flying", []))]     # --carry_over
+                    i % num_engines * cfg.tp) for i, (id, name, folder, born) in enumerate(at.get("flying", []))]     # --carry_over
     if saved:
         dcp.load(learnt(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata), checkpoint_id=saved)
         first, version, times_seen, solved, is_checked = (
@@ -892,11 +897,11 @@ def main(cfg: Config):
         is_dead = has_engine and scripted is None and engine.engine.errored
         done, deaths = zip(*gather((mine, is_dead), world, cfg.deadline_s))
         if not any(deaths): return done
+        if is_gpu: torch.cuda.empty_cache()                 # what torch keeps for later a new engine needs now
         if is_dead:
             print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
             if runner is not None: runner.stop()            # else its next rollouts would wait for a closed proxy
             engine.close()
-            if is_gpu: torch.cuda.empty_cache()             # what torch keeps for later the new engine needs now
             engine = make_engine("vllm")
         if memory: renew()                                  # else it has read the weights from the model's folder
         return gather(run() if is_dead else mine, world, cfg.deadline_s)
@@ -935,7 +940,7 @@ def main(cfg: Config):
         tasks = choose(train_tasks, -(-num // len(names)), solved, times_seen, cfg.priority_floor, order)
         for task, name in itertools.product(tasks, names):
             jobs = rollout.make_jobs([task], [name], cfg.group_size)
-            flying.append(Group(jobs, f"step-{step:04}", version, max(range(world), key=more)))
+            flying.append(Group(jobs, f"step-{step:04}", version, max(range(0, world, cfg.tp), key=more)))
         mine = [g for g in flying if g.rank == rank]
 
         def run():
@@ -1002,6 +1007,8 @@ def main(cfg: Config):
                            f"see {out}/rollouts/demonstrations")
             log({"phase": "demonstrations", "num": len(done), "solved": len(demos)},
                 f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
+        if is_gpu: torch.cuda.empty_cache()                 # vLLM looks at what is free, on neighbours' GPUs, too
+        gather(None, world)
         if has_engine: engine = make_engine("vllm")
         log({} if saved else {"phase": "ready", "time_s": time.time() - begin},
             f"[{time.time() - begin:6.0f} s] {'engine up' if is_live else 'no engine'}; rollouts: {kind}")

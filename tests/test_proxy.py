@@ -26,7 +26,7 @@ from hypothesis import example, given, settings, strategies as st
 try: import httpx2                          # anthropic's since 2.0
 except ImportError: httpx2 = httpx
 
-from conftest import ROOT, make_task
+from conftest import ENGINE, ROOT, make_task
 import graft as grafting
 import proxy
 import rollout
@@ -1089,7 +1089,7 @@ def test_engine_and_trainer_agree(real, connect, tiny, temperature):
 
 
 def hand_over(proxy_, weights: dict, version: int):
-    """As train.py does, a layer a bucket, all in the same memory: would catch layers that are read late."""
+    """As train.py does, a tensor a bucket, all in the same memory: would catch tensors that are read late."""
     model = types.SimpleNamespace(state_dict=lambda: weights, named_parameters=lambda **_: weights.items())
     with pytest.MonkeyPatch.context() as m, torch.no_grad():
         m.setattr(loop, "BUCKET_BYTES", 1)
@@ -1127,6 +1127,26 @@ def test_new_weights_are_used_and_old_caches_are_not(real, connect, tiny):
     assert {v for c in tree.read(before.record).calls for v, _ in c.versions} == {version}
     assert {v for c in tree.read(after.record).calls for v, _ in c.versions} == {version + 1}
     hand_over(real, dict(old.named_parameters()), version + 2)
+
+
+def test_new_weights_of_experts_and_of_a_padded_vocabulary(tiny, connect, tmp_path):
+    """Would catch what vLLM fills at the end alone (a vocabulary that it pads, an untied head) out of memory that holds
+    something else by then, and experts under names that it does not know."""
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer) + 1, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        max_position_embeddings=1024, initializer_range=0.1, tie_word_embeddings=False, eos_token_id=2)
+    old, new = (Qwen3MoeForCausalLM(config) for _ in range(2))
+    old.save_pretrained(tmp_path / "model"), tokenizer.save_pretrained(tmp_path / "model")
+    with proxy.Proxy(tmp_path / "model", max_model_len=1024, engine_args=ENGINE) as p:
+        before, after = connect(p), connect(p)
+        converse(connect.client(before))
+        hand_over(p, {n: w.detach() for n, w in new.named_parameters()}, 1)
+        converse(connect.client(after))
+        records = [tree.read(session.record) for session in (before, after)]
+    agree(old, records[:1]), agree(new, records[1:])
 
 
 @pytest.mark.parametrize("fault", ["shift", "template", "zeros", "temperature", "stale cache"])
