@@ -286,12 +286,8 @@ def bench_sandbox(args) -> dict:
 
 
 def make_engine(model: str, max_model_len: int):
-    """vLLM as train.py starts it."""
     import proxy as boundary
-    extra = ["--dtype", "bfloat16"]
-    if not IS_GPU:
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        extra += ["--block-size", "32", "--max-num-seqs", "64"]
+    extra = ["--dtype", "bfloat16", *["--block-size", "32", "--max-num-seqs", "64"] * (not IS_GPU)]     # as train.py
     return boundary.Proxy(boundary.resolve_model(model, max_model_len), max_model_len=max_model_len, engine_args=extra)
 
 

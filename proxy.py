@@ -841,23 +841,17 @@ class Proxy:
     def load_weights(self, buckets, version: int):
         """buckets: an iterable of arguments of `load_bucket`, each loaded when the next is asked for, which may lie in
         the same memory. Running calls are held over the change, caches cleared."""
-        async def begin():
-            if self.is_asleep: await self.engine.wake_up(["weights"])
-            else: await self.engine.pause_generation(mode="keep", clear_cache=True)
-            await self.engine.collective_rpc("begin_load")
-
-        async def end():
-            await self.engine.collective_rpc("end_load")
-            assert await self.engine.reset_prefix_cache(), (
-                "the prefix cache could not be reset: keys of old weights would be reused")
-            await self.engine.update_weight_version(str(version))
-            self.engine.version = version
-            if self.is_asleep: await self.engine.wake_up(["kv_cache"])      # with all awake, it resumes the scheduler
-            else: await self.engine.resume_generation()
-            self.is_asleep = False
-        self.call(begin(), 600)
-        for bucket in buckets: self.call(self.engine.collective_rpc("load_bucket", args=bucket), 600)
-        self.call(end(), 600)
+        engine, do = self.engine, functools.partial(self.call, timeout_s=600)
+        do(engine.wake_up(["weights"]) if self.is_asleep else engine.pause_generation(mode="keep", clear_cache=True))
+        do(engine.collective_rpc("begin_load"))
+        for bucket in buckets: do(engine.collective_rpc("load_bucket", args=bucket))
+        do(engine.collective_rpc("end_load"))
+        assert do(engine.reset_prefix_cache()), (
+            "the prefix cache could not be reset: keys of old weights would be reused")
+        do(engine.update_weight_version(str(version)))
+        engine.version = version
+        do(engine.wake_up(["kv_cache"]) if self.is_asleep else engine.resume_generation())      # scheduler, too
+        self.is_asleep = False
 
     def greedy(self, ids: list, num: int) -> list:
         """The ids that the engine goes on with at temperature 0, outside any session."""

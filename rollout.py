@@ -385,7 +385,12 @@ class Runner:
     def run_tests(self, job: Job, session, box, log: Path) -> tuple:
         """Runs the task's tests -> what read_reward tells"""
         box.put(job.task.path / "tests", "/tests")
-        if session: put_calls(box, session.calls, self.proxy.engine.get_tokenizer())
+        if session:                                         # what was sampled, for a verifier that pays by call
+            rows = [{"id": c.id, "kind": c.kind, "finish": c.finish, "text": self.proxy.tokenizer.decode(
+                list(c.sampled_ids))} for c in sorted(session.calls, key=lambda c: c.id)]
+            with tempfile.TemporaryDirectory() as tmp:
+                (Path(tmp) / "calls.json").write_text(json.dumps(rows))
+                box.put(tmp, "/logs/agent")
         with open(log, "a") as f: f.write("\n=== verifier\n")
         verdict = box.exec(["bash", "/tests/test.sh"], timeout_s=job.task.verifier_timeout_s, log=log,
                            env=job.task.envs.get("verifier"), user=job.task.users.get("verifier", ""))
@@ -460,15 +465,6 @@ def outcome_of(result, harness, session) -> str:
     return "ok" if has_ended else "harness_error"
 
 
-def put_calls(box, calls: list, tokenizer):
-    """What was sampled, for a verifier that pays by call."""
-    rows = [{"id": c.id, "kind": c.kind, "finish": c.finish, "text": tokenizer.decode(list(c.sampled_ids))}
-            for c in sorted(calls, key=lambda c: c.id)]
-    with tempfile.TemporaryDirectory() as tmp:
-        (Path(tmp) / "calls.json").write_text(json.dumps(rows))
-        box.put(tmp, "/logs/agent")
-
-
 def pay_calls(text: str, num_calls: int) -> list | None:
     """The calls' rewards by id, out of reward.json; None = it pays none, or there was no model. ValueError: what is
     wrong with them."""
@@ -498,6 +494,7 @@ def read_reward(box, verdict, num_calls=0, weights=None) -> tuple:
             file = Path(tmp) / name
             try: box.get(f"/logs/verifier/{name}", file)
             except (FileNotFoundError, ValueError): continue
+            if not file.is_file(): continue                 # a folder
             text = file.read_text(errors="replace")[:100_000]
             needs = "a finite number is needed"
             try: reward, named = parse_reward(text, name == "reward.json", weights)

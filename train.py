@@ -26,7 +26,7 @@
 Letters: R rollouts of a batch, N its trained tokens."""
 import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, importlib.metadata, importlib.util, \
     inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -705,15 +705,15 @@ def main(cfg: Config):
     memory = []                                             # that hand_over goes through
     parts = [(name, net, its_opt) for name, net, its_opt in (
         ("policy", policy, opt), ("critic", critic, value_opt), ("reference", reference, None)) if net is not None]
-    first, version, times_seen, solved = 0, 0, Counter(), {}         # solved: category -> running success rate
-    is_checked, best = not (cfg.check_packing and cfg.share), at.get("best", -1.)
+    first, version, best = at.get("step", 0), at.get("version", 0), at.get("best", -1.)
+    times_seen, solved = Counter(at.get("times_seen")), at.get("solved", {})         # category -> running success rate
+    is_checked = at.get("is_checked", not (cfg.check_packing and cfg.share))
     assert cfg.carry_over or not at.get("flying"), f"--carry_over 0: {saved} has rollouts that go on; give what it had"
     flying = [Group(rollout.make_jobs([t for t in train_tasks if t.id == id], [name], cfg.group_size), folder, born,
-                    i % num_engines * cfg.tp) for i, (id, name, folder, born) in enumerate(at.get("flying", []))]     # --carry_over
+                    i % num_engines * cfg.tp)               # --carry_over
+              for i, (id, name, folder, born) in enumerate(at.get("flying", []))]
     if saved:
         dcp.load(learnt(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata), checkpoint_id=saved)
-        first, version, times_seen, solved, is_checked = (
-            at["step"], at["version"], Counter(at["times_seen"]), at["solved"], at["is_checked"])
         order.setstate((at["order"][0], tuple(at["order"][1]), at["order"][2]))
         log({}, f"[{time.time() - begin:6.0f} s] goes on from {saved}: {first} of {cfg.steps} steps done"
                 + "; changed: " * bool(changed) + ", ".join(changed))
@@ -840,8 +840,7 @@ def main(cfg: Config):
                     for k, v in s.items(): sums[k] = sums.get(k, 0.) + v.item()
                 if num_updates == 1 and not takes_all and not is_supervised: gate()
                 for name, net, _ in learners:
-                    grad_norm = torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.grad_clip)
-                    grad_norm = (grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm).item()
+                    grad_norm = full(torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.grad_clip)).item()
                     assert math.isfinite(grad_norm), (
                         f"{name}gradient norm {grad_norm}: no step is made with it; see the last rollouts")
                     m[f"train/{name}grad_norm"] = grad_norm
@@ -994,12 +993,8 @@ def main(cfg: Config):
             with make_engine("scripted") as scripted:
                 count, pool = cfg.warmup_steps * cfg.warmup_rollouts, sorted(train_tasks, key=lambda t: t.id)
                 order.shuffle(pool)
-                turn = Counter()                            # one of each category in turn: none is left out
-
-                def number(task):
-                    turn[task.category] += 1
-                    return turn[task.category]
-                pool.sort(key=number)
+                number = defaultdict(itertools.count)       # one of each category in turn: none is left out
+                pool.sort(key=lambda t: next(number[t.category]))
                 jobs = rollout.make_jobs(pool, names, -(-count // (len(pool) * len(names))), "solution")
                 done = roll(sorted(jobs, key=lambda j: j.sample)[:count], "demonstrations", "demonstrate", scripted)
             demos = [r for r in done if r.reward == 1 and r.outcome == "ok"]

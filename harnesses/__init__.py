@@ -12,19 +12,7 @@ not find themselves at /proc/self/exe): they need glibc 2.28 and, Node, libstdc+
 RHEL 8 and later; not Alpine (musl), busybox or other images without these. Codex is static.
 The cache is $HARNESS_RL_CACHE (default ~/.cache/harness-rl); a runtime's folder is named by what it was made from.
 """
-import functools
-import hashlib
-import importlib
-import inspect
-import json
-import os
-import platform
-import re
-import shutil
-import subprocess
-import sys
-import sysconfig
-import tempfile
+import functools, hashlib, importlib, inspect, json, os, platform, re, shutil, subprocess, sys, sysconfig, tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

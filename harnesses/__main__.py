@@ -1,8 +1,5 @@
 """The commands of `python -m harnesses`; see the docstring of the package."""
-import argparse
-import re
-import sys
-import time
+import argparse, re, sys, time
 
 import sandbox
 from harnesses import PACKAGES, load, names, runtime

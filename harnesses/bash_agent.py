@@ -6,15 +6,7 @@ reply (128); COMMAND_TIMEOUT_S (10). A reply goes into the history exactly as re
 refuses (any 4xx, at once: a closed session, a full context) or stays broken (5 tries in 3 s); the transcript ends with
 the status.
 """
-import json
-import os
-import re
-import select
-import signal
-import socket               # http.client would add 20 ms of CPU to each start
-import subprocess
-import sys
-import time
+import json, os, re, select, signal, socket, subprocess, sys, time      # http.client would cost 20 ms of CPU a start
 
 SYSTEM = "You work in a Linux shell. Reply with one bash command and nothing else. When the task is done, reply DONE."
 # kept from the commands

@@ -5,12 +5,7 @@
 It listens before CMD starts, passes bytes as they come, closes each direction by itself, and exits as CMD exits
 (128 + signal); what is left of CMD's process group is killed then.
 """
-import contextlib
-import os
-import signal
-import socket
-import sys
-import threading
+import contextlib, os, signal, socket, sys, threading
 
 
 def pump(source: socket.socket, sink: socket.socket):

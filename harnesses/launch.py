@@ -7,11 +7,7 @@ is; @INSTRUCTION@ what to do; @CONTEXT_TOKENS@ the model's context; @REPLY_TOKEN
 texts "@NAME@", quotes included, is the value as JSON. A command that does not name @INSTRUCTION@ reads it from standard
 input. HOME stays the image's own, since tasks may look there, unless it cannot be written.
 """
-import json
-import os
-import re
-import sys
-import tempfile
+import json, os, re, sys, tempfile
 
 
 def main(files: dict[str, str], command: list[str]):

@@ -6,16 +6,7 @@ The other end is `over_exec`, for sandbox.py. A frame: number of its connection 
 data; without data: no more comes this way. An agent may write to the pipe as well, and reaches its own session by it. A
 client that does not read its answer holds up the others of its sandbox.
 """
-import contextlib
-import itertools
-import math
-import os
-import select
-import socket
-import struct
-import sys
-import threading
-import time
+import contextlib, itertools, math, os, select, socket, struct, sys, threading, time
 
 MOST_BYTES, MOST_CONNECTIONS = 1 << 16, 256
 

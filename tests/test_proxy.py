@@ -33,7 +33,6 @@ import rollout
 import train as loop
 import tree
 
-torch.multiprocessing.set_sharing_strategy("file_system")
 USER = [{"role": "user", "content": "List the files."}]
 LONG = [{"role": "user", "content": "List the files. " * 40}]       # some blocks of the prefix cache
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"

@@ -162,7 +162,8 @@ def test_tests_and_solution_are_hidden_from_a_harness(run, scripted):
 @pytest.mark.parametrize("test, says", [
     ("true", "ended with status 0 and wrote no"), ("echo oh no; exit 3", "oh no"), ("sleep 100", "ran out of time"),
     (f"echo good {REWARD}", "'good'"), (f"echo inf {REWARD}", "'inf'"), (f"echo nan {REWARD}", "'nan'"), (REWARD, "''"),
-    (f"echo '{{\"score\": 1}}' > {JSON}", "score"), ("ln -s /etc/passwd /logs/verifier/reward.txt", "wrote no")])
+    (f"echo '{{\"score\": 1}}' > {JSON}", "score"), ("ln -s /etc/passwd /logs/verifier/reward.txt", "wrote no"),
+    ("mkdir -p /logs/verifier/reward.txt/x", "wrote no")])
 def test_verifier_error(run, test, says):
     """Would catch a broken verifier that counts as failure (or success!) of the policy: nothing, nonsense or inf is
     no reward."""
