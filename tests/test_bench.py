@@ -152,7 +152,7 @@ def test_sandbox():
 
 def test_proxy_and_weights():
     """Would catch a comparison in which a call went past the recorder, and a benchmark that no longer finds the engine."""
-    rows = result("proxy", "--scale", 0.005, "--num", 2, "--clients", "1,8")["load"]
+    rows = result("proxy", "--model", "two-layer", "--scale", 0.005, "--num", 2, "--clients", "1,8")["load"]
     assert [row["clients"] for row in rows] == [1, 8] * 2
     assert all(row["throughput_ratio"] > 0 and row["plain_ms"] > 0 for row in rows)
     got = result("weights", "--num", 1)
