@@ -22,6 +22,8 @@ tokens; over 64 MB of requests under way, requests that do not end, connections 
 are refused; a failure before the engine is asked is the request's (4xx), not ours (5xx); replay of a record; a scripted
 policy (`--engine scripted`) in place of the engine's forward pass only; weights handed over by handle; no admin route
 reachable from a session.
+Leans on vLLM 0.32.0's insides: OutputProcessor.request_states, LogprobsProcessor, RequestState._weight_version_spans,
+OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, model_loader.reload.layerwise.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
 import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
