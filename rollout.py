@@ -237,6 +237,7 @@ class Runner:
     def run(self, job: Job, out: Path, replay=None) -> tree.Rollout:
         """One rollout, whatever becomes of it: the fault boundary. -> as read back from its record. replay: recorded
         calls that answer while prompts are equal."""
+        out.mkdir(parents=True, exist_ok=True)
         record = record_path(out, job)
         log = record.with_suffix(".log")
         log.unlink(missing_ok=True)
@@ -409,7 +410,6 @@ class Runner:
     # --- rollouts that may outlive an update of the weights (train.py --carry_over)
     def begin(self, jobs: list, out: Path, replays=None) -> list:
         """Futures of the jobs' rollouts, begun in their order after all earlier ones; replays: of each, see `run`."""
-        out.mkdir(parents=True, exist_ok=True)
         self.pool = self.pool or concurrent.futures.ThreadPoolExecutor(self.num_parallel + self.num_warm)
         self.futures = [future for future in self.futures if not future.done()]
         num_earlier = len(self.futures)
