@@ -15,7 +15,7 @@ answers; we sit in four places around it and translate no protocol:
 
 Covered: exact prompt and sampled ids with log-probabilities of every call, aborted and failed ones included, and the
 experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); sampling owned by the run, a forced tool not
-heeded; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); broken
+heeded, one choice a call whatever `n`; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); broken
 tool calls that come back; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
 one, streamed or not, while an equal request beside a live one is another sample; a session's budget of calls and
 tokens; over 64 MB of requests under way, requests that do not end, connections without number and finished sessions
@@ -941,6 +941,8 @@ def main(args):
     if args.script and not Path(args.script).is_file():
         raise FileNotFoundError(f"--script {args.script}: no such file; give one with a reply a line")
     script = Path(args.script).read_text().splitlines() if args.script else None
+    if args.replay and not Path(args.replay).is_file():
+        raise FileNotFoundError(f"--replay {args.replay}: no such file; give a session's record, RECORD/SESSION.jsonl")
     replay = [c for c in tree.read(args.replay).calls if c.finish not in tree.UNTRAINED_FINISH] if args.replay else None
     try: socket.create_server(("127.0.0.1", args.port)).close()         # before the model is loaded
     except (OSError, OverflowError) as e:

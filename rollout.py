@@ -557,6 +557,8 @@ def summary(rollouts: list) -> dict:
 
 
 def show(s: dict) -> str:
+    if not s["num_judged"]: return f"none of {s['num']} rollouts has a reward; " + ", ".join(
+        f"{k} {v}" for k, v in sorted(s["outcomes"].items()))
     return (f"{100 * s['pass_rate']:.1f} % of {s['num_judged']} solved "
             f"(95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}); "
             + "".join(f"{k} {100 * v:.1f} %; " for k, v in s.items() if re.fullmatch(r"pass@\d+", k))
@@ -709,6 +711,8 @@ def make_jobs(tasks, names, n, script=None) -> list:
         lines = Path(script).read_text().splitlines()
 
     def texts(task, name):
+        if name == "oracle" and not (task.path / "solution/solve.sh").is_file():
+            raise FileNotFoundError(f"task {task.path}: solution/solve.sh is missing; the oracle needs it")
         if script is None or name in WITHOUT_MODEL: return None
         if lines is not None: return tuple(lines)
         demonstrate = harnesses.load(name).demonstrate
@@ -769,11 +773,12 @@ def main(args):
         if set(modes) - {"strict", ""}: print(f"  verified {', '.join(f'{k}: {v}' for k, v in sorted(modes.items()))}")
         wrong = [(job, r) for job, r in mine if r.outcome != "ok" or name == "oracle" and r.reward < 1
                  or name == "nop" and r.reward > 0]
-        if wrong and name in WITHOUT_MODEL: status = 1
+        if wrong and name in WITHOUT_MODEL or not s["num_judged"]: status = 1
         width = max((len(r.task) for _, r in wrong), default=0)
         for job, r in wrong[:None if name in WITHOUT_MODEL else 20]:
             why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), job))
             print(f"  {r.task:{width}}  {r.outcome:14} reward {r.reward}  {why}")
+        if wrong: print(f"  what agents and verifiers printed: {args.out}/*.log")
         (Path(args.out) / f"summary.{name}.json").write_text(json.dumps(s))
     return status
 

@@ -164,14 +164,14 @@ def reap(run_id=None):
         with contextlib.suppress(FileNotFoundError):   # another process may reap as well
             if path.lstat().st_uid == os.geteuid() and is_ours(*path.name.split("_")[1:3]):
                 folders.append(path)
-                _end_bwrap(path)
-                _remove_folder(path)
-                _end_bwrap(path)   # of a command that began meanwhile
+                for remove in (_end_bwrap, _remove_folder, _end_bwrap):   # again: of a command that began meanwhile
+                    remove(path)
     for path in [] if run_id else {p for place in {tempfile.gettempdir(), "/tmp"} for p in Path(place).glob("hrl-*")}:
         with contextlib.suppress(OSError), open(path / ".lock") as lock:   # of a proxy, which holds it while it lives
             if time.time() - os.fstat(lock.fileno()).st_mtime > 5:         # else it may be about to take it
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 folders.append(path)
+                _end_engine(path)
                 _remove_folder(path)
     with contextlib.suppress(SandboxError), _faults("reap"):   # no daemon: nothing of ours runs there
         api, labelled = _client().api, {"label": "harness_rl.run"}
@@ -737,18 +737,28 @@ def _folders(copies):
     return [inside if host.is_dir() else posixpath.dirname(inside) for host, inside in copies]
 
 
-def _end_bwrap(folder):
-    """Of a run that was killed while its bwrap started, which then had not yet asked to die with it."""
+def _end_all(is_it):
     for _ in range(100):   # it may have made a child since the look
         is_clear = True
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (process / "cmdline").read_bytes()
-                if words.partition(b"\0")[0].endswith(b"bwrap") and bytes(folder) in words:
+                if is_it(process):
                     is_clear = False
                     os.kill(int(process.name), signal.SIGKILL)
         if is_clear: return
         time.sleep(0.01)
+
+
+def _end_bwrap(folder):
+    """Of a run that was killed while its bwrap started, which then had not yet asked to die with it."""
+    is_bwrap = lambda words: words.partition(b"\0")[0].endswith(b"bwrap") and bytes(folder) in words
+    _end_all(lambda process: is_bwrap((process / "cmdline").read_bytes()))
+
+
+def _end_engine(folder):
+    """vLLM's processes of a run that was killed while they started (proxy.WeightReceiver.end_with)."""
+    mark = b"VLLM_RPC_BASE_PATH=" + bytes(folder) + b"\0"
+    _end_all(lambda process: mark in (process / "environ").read_bytes())
 
 
 class Bubblewrap(Sandbox):

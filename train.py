@@ -184,7 +184,8 @@ def check(cfg: Config):
     assert not cfg.carry_over or not cfg.rollouts, f"--carry_over {cfg.carry_over}: with --rollouts nothing is sampled"
     assert cfg.overlong_buffer <= cfg.max_model_len, f"--overlong_buffer {cfg.overlong_buffer}: at most max_model_len"
     for name in ("max_tokens", "max_resample", "max_leaves", "max_logp_gap", "loss_constant", "overlong_buffer",
-                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip", "save_every", "max_staleness"):
+                 "kl_reward", "kl_loss", "value_warmup_steps", "value_clip", "save_every", "eval_every",
+                 "max_staleness"):
         assert getattr(cfg, name) >= 0, f"--{name} {getattr(cfg, name)}: at least 0"
     for name in ("gamma", "lam"): assert 0 <= getattr(cfg, name) <= 1, f"--{name} {getattr(cfg, name)}: from 0 to 1"
     sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
@@ -767,7 +768,7 @@ def main(cfg: Config):
         norm = algos.token_weights(batch.rollout, R, cfg.loss_mean)
         seen, old = torch.zeros(N, dtype=torch.bool), {k: torch.zeros(N) for k in ("logp", "value", "ref")}
         now = torch.full((N,), math.nan)                    # logp as last computed
-        sums, m = {}, {"tokens/unique": 0, "tokens/trained": N}
+        sums, m = {}, {"tokens/unique": 0}
         for t in trees:
             for cause, (count, cost) in t.forks.items():
                 m[f"forks/{cause}"] = m.get(f"forks/{cause}", 0) + count
@@ -800,7 +801,8 @@ def main(cfg: Config):
             paid = [r.call_rewards for r in rollouts] if cfg.call_rewards else None
             adv, returns = credit(trees, batch, rewards, group_of, norm, old, cfg, paid)
         if not takes_all: useful = batch.rollout[adv != 0].unique().tolist()
-        m["tokens/flat"] = sum(trees[i].num_flat for i in useful)
+        m["tokens/flat"], m["tokens/trained"] = (
+            sum(getattr(trees[i], k) for i in useful) for k in ("num_flat", "num_trained"))
         if not useful: return m
         learners = [("", policy, opt)] * (not is_value_only) + [("value_", critic, value_opt)] * (returns is not None)
         if not is_checked:
@@ -998,8 +1000,9 @@ def main(cfg: Config):
                 jobs = rollout.make_jobs(pool, names, -(-count // (len(pool) * len(names))), "solution")
                 done = roll(sorted(jobs, key=lambda j: j.sample)[:count], "demonstrations", "demonstrate", scripted)
             demos = [r for r in done if r.reward == 1 and r.outcome == "ok"]
+            why = next((r.detail for r in done if r.detail), "no reason given")
             assert demos, (f"none of {len(done)} demonstrations scored 1: {rollout.show(rollout.summary(done))}; "
-                           f"see {out}/rollouts/demonstrations")
+                           f"first: {why}; see {out}/rollouts/demonstrations")
             log({"phase": "demonstrations", "num": len(done), "solved": len(demos)},
                 f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
         if is_gpu: torch.cuda.empty_cache()                 # vLLM looks at what is free, on neighbours' GPUs, too

@@ -2,6 +2,7 @@
 
 Needs the image harness-rl/base (bash tasks/base_image.sh). A kind that does not run here is skipped, in CI it fails."""
 import contextlib
+import fcntl
 import gc
 import os
 import shutil
@@ -693,6 +694,25 @@ def test_reap_after_kill_9_while_bwrap_starts():
         while f"harness-rl_{RUN}-race" in processes():
             assert time.time() < deadline, f"killed {i} ms after its start"
             time.sleep(0.05)
+
+
+def test_reap_ends_an_engine_that_a_kill_left(tmp_path, monkeypatch):
+    """Would catch vLLM's processes that stay, with gigabytes, when a run is killed while they load; and one whose run
+    lives that is ended."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path)), monkeypatch.setattr(tempfile, "tempdir", None)
+    engines = {}
+    for name in ("dead", "alive"):
+        folder = tmp_path / f"hrl-{name}"
+        folder.mkdir()
+        (folder / ".lock").touch()
+        os.utime(folder / ".lock", (1, 1))
+        engines[name] = subprocess.Popen(["sleep", "60"], env=os.environ | {"VLLM_RPC_BASE_PATH": str(folder)})
+    with open(tmp_path / "hrl-alive/.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sandbox.reap()
+    assert engines["dead"].wait(5) == -9 and engines["alive"].poll() is None
+    assert not (tmp_path / "hrl-dead").exists() and (tmp_path / "hrl-alive").exists()
+    engines["alive"].kill(), engines["alive"].wait()
 
 
 def test_reap_finds_what_else_a_run_leaves(kind):
