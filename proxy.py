@@ -15,13 +15,13 @@ answers; we sit in four places around it and translate no protocol:
 
 Covered: exact prompt and sampled ids with log-probabilities of every call, aborted and failed ones included, and the
 experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); sampling owned by the run, a forced tool not
-heeded, one choice a call whatever `n`; `max_tokens` clamped to what fits; kinds and fork causes from structure (`kind_of`, `graft`, `cause_of`); broken
-tool calls that come back; a request whose connection has gone goes on for `grace_s` and is taken over by an equal
-one, streamed or not, while an equal request beside a live one is another sample; a session's budget of calls and
-tokens; over 64 MB of requests under way, requests that do not end, connections without number and finished sessions
-are refused; a failure before the engine is asked is the request's (4xx), not ours (5xx); replay of a record; a scripted
-policy (`--engine scripted`) in place of the engine's forward pass only; weights handed over by handle; no admin route
-reachable from a session.
+heeded, one choice a call whatever `n`; `max_tokens` clamped to what fits; kinds and fork causes from structure
+(`kind_of`, `graft`, `cause_of`); broken tool calls that come back; a request whose connection has gone goes on for
+`grace_s` and is taken over by an equal one, streamed or not, while an equal request beside a live one is another
+sample; a session's budget of calls and tokens; over 64 MB of requests under way, requests that do not end, connections
+without number and finished sessions are refused; a failure before the engine is asked is the request's (4xx), not ours
+(5xx); replay of a record; a scripted policy (`--engine scripted`) in place of the engine's forward pass only; weights
+handed over by handle; no admin route reachable from a session.
 Leans on vLLM 0.32.0's insides: OutputProcessor.request_states, LogprobsProcessor, RequestState._weight_version_spans,
 OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, model_loader.reload.layerwise.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
