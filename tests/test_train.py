@@ -79,7 +79,7 @@ def learnt(tiny, tasks, tmp_path_factory):
     and two RL steps."""
     out = tmp_path_factory.mktemp("learnt") / "run"
     status, stderr, rows = train(tiny, tasks, out, "--warmup_steps=40", "--warmup_rollouts=4", "--warmup_lr=1e-2",
-                                 "--lr=1e-3", "--num_epochs=2", "--group_size=8", "--max_tokens=16", is_quick=False)
+                                 "--lr=1e-4", "--num_epochs=2", "--group_size=8", "--max_tokens=16", is_quick=False)
     assert status == 0, stderr[-3000:]
     return out, rows
 
@@ -473,7 +473,7 @@ def test_ctrl_c_leaves_nothing(tiny, tasks, tmp_path):
 
 # ---- recorded rollouts, other numbers of ranks, kills
 
-AS_LEARNT = ["--warmup_steps=40", "--warmup_rollouts=4", "--warmup_lr=1e-2", "--lr=1e-3", "--num_epochs=2",
+AS_LEARNT = ["--warmup_steps=40", "--warmup_rollouts=4", "--warmup_lr=1e-2", "--lr=1e-4", "--num_epochs=2",
              "--group_size=8", "--max_tokens=16"]
 
 
@@ -557,7 +557,7 @@ def test_recorded_rollouts_give_the_same_on_1_2_and_4_ranks(tiny, tasks, learnt,
         for g, step in zip(first, (1, 2)):
             assert (saved(out, step, "exp_avg") - g).norm() <= 1e-5 * g.norm(), (world, step)
         apart = (saved(out, 2, "") - saved(learnt[0], 2, "")).abs()
-        assert (apart > 1e-5).double().mean() < 1e-4 and apart.max() <= 4 * 2e-3, world     # four steps the other way
+        assert (apart > 1e-5).double().mean() < 1e-4 and apart.max() <= 4 * 2e-4, world     # four steps the other way
 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
