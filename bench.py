@@ -32,8 +32,9 @@ proxy: chat completions over unix sockets, by clients and prompt length: through
     that grows to 100k. Short prompts are SmolLM2's, longer ones (a CPU takes minutes for one of 20k tokens, and it has
     8,192 positions) those of a model with two small layers and random weights, in which the server's own time is not
     hidden behind the engine's. --model puts one in place of both (two-layer: that one).
-    throughput_ratio: sampled tokens a second, ours over plain; added_ms: median time of a call, ours less plain;
-    added_cpu_ms: the same in CPU time of this process, clients included.
+    Both are asked in turn, a call of every client at a time. throughput_ratio: sampled tokens a second, ours over
+    plain; added_ms: median time of a call, ours less plain, the median of the turns; added_cpu_ms: the same in CPU time
+    of this process, clients included.
 graft: CPU time. session_growth: of a call (graft, record) of a session that grows to 120k tokens, the last 20 of 200
     over calls 21 to 40; text_growth: to compare a turn of 40,000 repeated marks, over 4 x that of 10,000 (1 = linear).
 weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
@@ -42,7 +43,7 @@ carry: --num (0 = 8) steps of 4 groups of 4 scripted rollouts through the `bash`
     each; 1 rollout of 16, by chance, runs a command of 8 s times --scale, the others one of 0.5 s. ratio: seconds a
     trained group, with train.py's --carry_over 0.5 (6 groups in flight) over those without; the last step waits for
     all. carried: groups that outlived an update; most_updates: the most that one did."""
-import argparse, asyncio, concurrent.futures, ctypes, json, math, os, random, subprocess, tempfile, time, uuid
+import argparse, asyncio, concurrent.futures, ctypes, json, math, os, random, subprocess, sys, tempfile, time, uuid
 from array import array
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -326,32 +327,33 @@ async def plain_server(proxy, path: str):
     return await proxy.loop.create_unix_server(protocol, path)
 
 
-async def converse(addresses: list, num_words: int, num_calls: int, num_added=0) -> tuple:
-    """A conversation an address -> sampled tokens a second; median seconds and prompt tokens of a call; CPU seconds of
-    this process (clients and server, not the engine) a call. num_added: words that each call adds; then only the last 4
-    count."""
+async def converse(sides: list, num_words: int, num_calls: int, num_added=0) -> np.ndarray:
+    """Conversations, one an address of each side, in waves of one call each; the sides' waves take turns. num_added:
+    words that each call adds; then only the last 4 waves count. -> (sides, waves, 5): sampled tokens, seconds, median
+    seconds of a call, median prompt tokens, CPU seconds of this process (clients and server, not the engine)."""
     import aiohttp
-    calls, begin, begin_cpu = [], time.perf_counter(), time.process_time()
+    clients = [[(aiohttp.ClientSession(connector=aiohttp.UnixConnector(address)),    # one prefix a side, as in a group
+                 [{"role": "user", "content": f"{side} " + "word " * num_words + str(i)}])
+                for i, address in enumerate(addresses)] for side, addresses in enumerate(sides)]
 
-    async def client(i, address):
-        nonlocal begin, begin_cpu
-        messages = [{"role": "user", "content": "word " * num_words + str(i)}]      # one prefix, as in a group
-        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(address)) as http:
-            for k in range(num_calls):
-                if num_added and k == num_calls - 4:
-                    calls[:], begin, begin_cpu = [], time.perf_counter(), time.process_time()
-                body, sent = {"model": "policy", "messages": messages, "max_tokens": 16}, time.perf_counter()
-                async with http.post("http://policy/v1/chat/completions", json=body | {"ignore_eos": True}) as response:
-                    answer = await response.json()
-                    assert response.status == 200, answer
-                usage, text = answer["usage"], answer["choices"][0]["message"]["content"] or ""
-                calls.append((usage["completion_tokens"], time.perf_counter() - sent, usage["prompt_tokens"]))
-                messages += [{"role": "assistant", "content": text},
-                             {"role": "user", "content": "Go on." + " word" * num_added}]
-    await asyncio.gather(*map(client, range(len(addresses)), addresses))
-    num_tokens, seconds, prompt_tokens = zip(*calls)
-    return (sum(num_tokens) / (time.perf_counter() - begin), median(seconds), median(prompt_tokens),
-            (time.process_time() - begin_cpu) / len(calls))
+    async def call(http, messages):
+        body, sent = {"model": "policy", "messages": messages, "max_tokens": 16}, time.perf_counter()
+        async with http.post("http://policy/v1/chat/completions", json=body | {"ignore_eos": True}) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        took, usage = time.perf_counter() - sent, answer["usage"]
+        messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""},
+                     {"role": "user", "content": "Go on." + " word" * num_added}]
+        return usage["completion_tokens"], took, usage["prompt_tokens"]
+    waves = np.zeros((len(sides), num_calls, 5))
+    for k in range(num_calls):
+        for side in range(len(sides))[::1 if k % 2 else -1]:
+            begin, begin_cpu = time.perf_counter(), time.process_time()
+            num_tokens, took, prompt_tokens = zip(*await asyncio.gather(*(call(*c) for c in clients[side])))
+            waves[side, k] = (sum(num_tokens), time.perf_counter() - begin, median(took), median(prompt_tokens),
+                              time.process_time() - begin_cpu)
+    for http, _ in sum(clients, []): await http.close()
+    return waves[:, -4:] if num_added else waves
 
 
 def compare_servers(model: str, loads: list) -> list:
@@ -362,23 +364,23 @@ def compare_servers(model: str, loads: list) -> list:
         plain = f"{tmp}/plain.sock"
         server = proxy.call(plain_server(proxy, plain))
         for clients, num_words, num_added, num_calls in loads:
-            rounds = []
-            for i in range(3 if num_added else 6):
+            rounds, begin = [], time.monotonic()
+            while len(rounds) < 3 or len(rounds) < 9 and time.monotonic() < begin + 30:
                 sessions = [proxy.open_session(str(c), f"{tmp}/{c}.jsonl", {}) for c in range(clients)]
-                turns = [[s.address for s in sessions], [plain] * clients]
-                got = []
-                for addresses in turns if i % 2 else turns[::-1]:
-                    assert proxy.call(proxy.engine.reset_prefix_cache()), "the prefix cache could not be reset"
-                    got.append(asyncio.run(converse(addresses, num_words, num_calls, num_added)))
+                assert proxy.call(proxy.engine.reset_prefix_cache()), "the prefix cache could not be reset"
+                rounds.append(asyncio.run(converse(
+                    [[s.address for s in sessions], [plain] * clients], num_words, num_calls, num_added)))
                 assert all(len(s.calls) == num_calls for s in sessions), "a call was not recorded"
                 for s in sessions: proxy.close_session(s)
-                rounds.append(got if i % 2 else got[::-1])
-            ours, theirs = np.array(rounds[1:]).transpose(1, 2, 0)              # the first warms up
-            rows.append({"model": model, "clients": clients, "prompt_tokens": ours[2][0],
-                         "throughput_ratio": median(ours[0] / theirs[0]),
-                         "added_ms": 1000 * median(ours[1] - theirs[1]),
-                         "added_cpu_ms": 1000 * median(ours[3] - theirs[3]), "plain_cpu_ms": 1000 * median(theirs[3]),
-                         "plain_ms": 1000 * median(theirs[1]), "plain_tokens_per_s": median(theirs[0])})
+            both = np.concatenate(rounds[1:], 1)                                    # the first warms up
+            tokens, seconds, of_call, prompt_tokens, cpu = both.transpose(2, 0, 1)
+            (ours, theirs), added, added_cpu = tokens.sum(1) / seconds.sum(1), of_call[0] - of_call[1], cpu[0] - cpu[1]
+            rows.append({"model": model, "clients": clients, "prompt_tokens": median(prompt_tokens[0]),
+                         "throughput_ratio": ours / theirs, "added_ms": 1000 * median(added),
+                         "added_cpu_ms": 1000 * median(added_cpu) / clients,
+                         "plain_cpu_ms": 1000 * median(cpu[1]) / clients, "plain_ms": 1000 * median(of_call[1]),
+                         "plain_tokens_per_s": theirs, "waves": len(added)})
+            print(f"{time.monotonic() - begin:.0f} s:", *show([rows[-1]], "proxy"), sep="\n", file=sys.stderr)
         proxy.loop.call_soon_threadsafe(server.close)
     return rows
 

