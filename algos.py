@@ -144,7 +144,9 @@ def overlong_penalty(lengths,            # (R,) tokens
 def kl_penalty(logp_old, logp_ref, rollout, num_rollouts):
     """k1 in the reward, InstructGPT, 2203.02155, eq. 2: -> (R,) sum over the rollout's tokens of logp_old - logp_ref,
     beta times which is to be subtracted from the reward before advantages are taken.  Its mean is KL(pi || ref) of
-    whole rollouts, the reverse KL, whose gradient the advantages then follow (with std_norm: over the group's std).
+    whole rollouts, the reverse KL, whose gradient the advantages then follow.  Differs from frameworks that subtract it
+    first: with std_norm it is centred in the group but not divided by the std, which in a group of equal rewards would
+    be its own, and give it an advantage of full size whatever beta.
     With a critic it goes token by token: token_rewards = -beta (logp_old - logp_ref)."""
     return logp_old.new_zeros(num_rollouts).index_add(0, rollout, logp_old - logp_ref)
 

@@ -28,13 +28,13 @@ sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm
     many at once; leaked: left at the end.
 proxy: chat completions over unix sockets, by clients and prompt length: through the proxy (a session a client, recorded
     and grafted) and through vLLM's unmodified server over the same engine. load: each of --clients holds a conversation
-    of --num calls (0 = 4) of 16 tokens, with short prompts and with 20k tokens; session: the last 4 of 20 calls of one
-    that grows to 100k. Short prompts are SmolLM2's, longer ones (a CPU takes minutes for one of 20k tokens, and it has
-    8,192 positions) those of a model with two small layers and random weights, in which the server's own time is not
-    hidden behind the engine's. --model puts one in place of both (two-layer: that one).
-    Both are asked in turn, a call of every client at a time. throughput_ratio: sampled tokens a second, ours over
-    plain; added_ms: median time of a call, ours less plain, the median of the turns; added_cpu_ms: the same in CPU time
-    of this process, clients included.
+    of --num calls (0 = 4) of 8 to 24 tokens, with short prompts and with 20k tokens; session: the last 4 of 20 calls of
+    one that grows to 100k. Short prompts are SmolLM2's, longer ones (a CPU takes minutes for one of 20k tokens, and it
+    has 8,192 positions) those of a model with two small layers and random weights, in which the server's own time is
+    not hidden behind the engine's. --model puts one in place of both (two-layer: that one). throughput_ratio: sampled
+    tokens a second, ours over plain; added_ms: median time of a call, ours less plain; added_cpu_ms: the same in CPU
+    time of this process, clients included. of_logprobs, ms_of_logprobs: what of it the engine's log-probabilities cost:
+    the same ratio and difference of the plain server with them over that without.
 graft: CPU time. session_growth: of a call (graft, record) of a session that grows to 120k tokens, the last 20 of 200
     over calls 21 to 40; text_growth: to compare a turn of 40,000 repeated marks, over 4 x that of 10,000 (1 = linear).
 weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
@@ -85,8 +85,7 @@ def bench_runs(args) -> dict:
         f"runs: name 1 to 10 different folders of runs of train.py, not {args.runs}")
     configs = [json.loads(Path(run, "config.json").read_text()) for run in args.runs]
     apart = "out", "seed", "wandb", "git", "versions", "resume", "deadline_s", "keep_saved"
-    differ = [k for k in configs[0] if k not in apart
-              and len({str(c.get(k)) for c in configs}) > 1]
+    differ = [k for k in configs[0] if k not in apart and len({str(c.get(k)) for c in configs}) > 1]
     assert not differ, f"the runs differ in {', '.join(differ)}: give runs of one configuration at a time"
     rates, gains, jobs, steps, at = {}, {}, [], [], lambda row: row.get("time_s", row.get("time/total_s", math.nan))
     for run, config in zip(args.runs, configs):
@@ -303,8 +302,9 @@ def random_model(folder: str):                              # 2 small layers beh
     return folder
 
 
-async def plain_server(proxy, path: str):
-    """vLLM's own app over the same engine, without what our Recorder does around `generate`."""
+async def plain_server(proxy, path: str, logprobs: bool):
+    """vLLM's own app over the same engine, without what our Recorder does around `generate`; logprobs: the engine is
+    asked for those of the sampled tokens, as ours asks, and nobody reads them."""
     import prometheus_client, uvicorn
     from vllm.entrypoints.serve.instrumentator import metrics
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -315,7 +315,9 @@ async def plain_server(proxy, path: str):
 
     class Plain:
         def __getattr__(self, name): return getattr(proxy.engine, name)
-        def generate(self, *args, **kw): return AsyncLLM.generate(proxy.engine, *args, **kw)
+        def generate(self, prompt, p, *args, **kw):
+            if logprobs: p.logprobs = 0
+            return AsyncLLM.generate(proxy.engine, prompt, p, *args, **kw)
     options = make_arg_parser(FlexibleArgumentParser()).parse_args(proxy.args)
     tasks = await proxy.engine.get_supported_tasks()
     metrics.get_prometheus_registry = prometheus_client.CollectorRegistry       # a process's second app counts nothing
@@ -327,69 +329,76 @@ async def plain_server(proxy, path: str):
     return await proxy.loop.create_unix_server(protocol, path)
 
 
-async def converse(sides: list, num_words: int, num_calls: int, num_added=0) -> np.ndarray:
-    """Conversations, one an address of each side, in waves of one call each; the sides' waves take turns. num_added:
-    words that each call adds; then only the last 4 waves count. -> (sides, waves, 5): sampled tokens, seconds, median
-    seconds of a call, median prompt tokens, CPU seconds of this process (clients and server, not the engine)."""
+async def converse(addresses: list, num_words: int, num_calls: int, num_added=0) -> tuple:
+    """A conversation an address, of replies of 8 to 24 tokens -> sampled tokens, seconds, median seconds of a call,
+    median prompt tokens, CPU seconds of this process (clients and server, not the engine) a call. num_added: words that
+    each call adds; then only the last 4 count."""
     import aiohttp
-    clients = [[(aiohttp.ClientSession(connector=aiohttp.UnixConnector(address)),    # one prefix a side, as in a group
-                 [{"role": "user", "content": f"{side} " + "word " * num_words + str(i)}])
-                for i, address in enumerate(addresses)] for side, addresses in enumerate(sides)]
+    calls, begin, begin_cpu = [], time.perf_counter(), time.process_time()
 
-    async def call(http, messages):
-        body, sent = {"model": "policy", "messages": messages, "max_tokens": 16}, time.perf_counter()
-        async with http.post("http://policy/v1/chat/completions", json=body | {"ignore_eos": True}) as response:
-            answer = await response.json()
-            assert response.status == 200, answer
-        took, usage = time.perf_counter() - sent, answer["usage"]
-        messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""},
-                     {"role": "user", "content": "Go on." + " word" * num_added}]
-        return usage["completion_tokens"], took, usage["prompt_tokens"]
-    waves = np.zeros((len(sides), num_calls, 5))
-    for k in range(num_calls):
-        for side in range(len(sides))[::1 if k % 2 else -1]:
-            begin, begin_cpu = time.perf_counter(), time.process_time()
-            num_tokens, took, prompt_tokens = zip(*await asyncio.gather(*(call(*c) for c in clients[side])))
-            waves[side, k] = (sum(num_tokens), time.perf_counter() - begin, median(took), median(prompt_tokens),
-                              time.process_time() - begin_cpu)
-    for http, _ in sum(clients, []): await http.close()
-    return waves[:, -4:] if num_added else waves
+    async def client(i, address):
+        nonlocal begin, begin_cpu
+        messages = [{"role": "user", "content": "word " * num_words + str(i)}]      # one prefix, as in a group
+        chance = random.Random(i)                           # replies of one length would keep all clients in step
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(address)) as http:
+            for k in range(num_calls):
+                if num_added and k == num_calls - 4:
+                    calls[:], begin, begin_cpu = [], time.perf_counter(), time.process_time()
+                body = {"model": "policy", "messages": messages, "max_tokens": chance.randint(8, 24),
+                        "ignore_eos": True}
+                sent = time.perf_counter()
+                async with http.post("http://policy/v1/chat/completions", json=body) as response:
+                    answer = await response.json()
+                    assert response.status == 200, answer
+                usage, text = answer["usage"], answer["choices"][0]["message"]["content"] or ""
+                calls.append((usage["completion_tokens"], time.perf_counter() - sent, usage["prompt_tokens"]))
+                messages += [{"role": "assistant", "content": text},
+                             {"role": "user", "content": "Go on." + " word" * num_added}]
+    await asyncio.gather(*map(client, range(len(addresses)), addresses))
+    num_tokens, seconds, prompt_tokens = zip(*calls)
+    return (sum(num_tokens), time.perf_counter() - begin, median(seconds), median(prompt_tokens),
+            (time.process_time() - begin_cpu) / len(calls))
 
 
-def compare_servers(model: str, loads: list) -> list:
-    """loads: (clients, words of the first message, words that each call adds, calls) -> a row each."""
+def compare_servers(model: str, loads: list, least_s: float) -> list:
+    """loads: (clients, words of the first message, words that each call adds, calls) -> a row each: medians of 3 rounds, or
+    up to 9 in least_s seconds, behind one to warm up; of a session, whose calls take seconds, 1 will do."""
     rows, context = [], 512 + max(words + num_calls * (64 + added) for _, words, added, num_calls in loads)
     with (tempfile.TemporaryDirectory() as tmp,
           make_engine(random_model(f"{tmp}/model") if model == "two-layer" else model, context) as proxy):
-        plain = f"{tmp}/plain.sock"
-        server = proxy.call(plain_server(proxy, plain))
+        plain = [f"{tmp}/plain.sock", f"{tmp}/logprobs.sock"]
+        servers = [proxy.wait_for(plain_server(proxy, path, path != plain[0])) for path in plain]
         for clients, num_words, num_added, num_calls in loads:
             rounds, begin = [], time.monotonic()
-            while len(rounds) < 3 or len(rounds) < 9 and time.monotonic() < begin + 30:
+            num_before, least = (0, 1) if num_added else (1, 3)
+            while (num := len(rounds) - num_before) < least or num < 9 and time.monotonic() < begin + least_s:
                 sessions = [proxy.open_session(str(c), f"{tmp}/{c}.jsonl", {}) for c in range(clients)]
-                assert proxy.call(proxy.engine.reset_prefix_cache()), "the prefix cache could not be reset"
-                rounds.append(asyncio.run(converse(
-                    [[s.address for s in sessions], [plain] * clients], num_words, num_calls, num_added)))
+                sides, got = [[s.address for s in sessions], *([path] * clients for path in plain)], {}
+                for i in sorted(range(3), key=lambda i: (i + len(rounds)) % 3):     # each comes first in its turn
+                    assert proxy.wait_for(proxy.engine.reset_prefix_cache()), "the prefix cache could not be reset"
+                    got[i] = asyncio.run(converse(sides[i], num_words, num_calls, num_added))
                 assert all(len(s.calls) == num_calls for s in sessions), "a call was not recorded"
                 for s in sessions: proxy.close_session(s)
-            both = np.concatenate(rounds[1:], 1)                                    # the first warms up
-            tokens, seconds, of_call, prompt_tokens, cpu = both.transpose(2, 0, 1)
-            (ours, theirs), added, added_cpu = tokens.sum(1) / seconds.sum(1), of_call[0] - of_call[1], cpu[0] - cpu[1]
-            rows.append({"model": model, "clients": clients, "prompt_tokens": median(prompt_tokens[0]),
-                         "throughput_ratio": ours / theirs, "added_ms": 1000 * median(added),
-                         "added_cpu_ms": 1000 * median(added_cpu) / clients,
-                         "plain_cpu_ms": 1000 * median(cpu[1]) / clients, "plain_ms": 1000 * median(of_call[1]),
-                         "plain_tokens_per_s": theirs, "waves": len(added)})
+                rounds.append([got[i] for i in range(3)])
+            tokens, seconds, of_call, prompt_tokens, cpu = np.array(rounds[num_before:]).transpose(2, 1, 0)
+            speed, more = tokens / seconds, lambda x, i, than: 1000 * median(x[i] - x[than])
+            rows.append({"model": model, "clients": clients, "prompt_tokens": prompt_tokens[0, 0],
+                         "throughput_ratio": median(speed[0] / speed[1]), "added_ms": more(of_call, 0, 1),
+                         "added_cpu_ms": more(cpu, 0, 1), "of_logprobs": median(speed[2] / speed[1]),
+                         "ms_of_logprobs": more(of_call, 2, 1),
+                         "plain_cpu_ms": 1000 * median(cpu[1]), "plain_ms": 1000 * median(of_call[1]),
+                         "plain_tokens_per_s": median(speed[1]), "rounds": len(seconds[0])})
             print(f"{time.monotonic() - begin:.0f} s:", *show([rows[-1]], "proxy"), sep="\n", file=sys.stderr)
-        proxy.loop.call_soon_threadsafe(server.close)
+        for server in servers: proxy.loop.call_soon_threadsafe(server.close)
     return rows
 
 
 def bench_proxy(args) -> dict:
-    num_calls, long, grown = args.num or 4, round(20_000 * (args.scale or 1.)), round(5000 * (args.scale or 1.))
-    load = compare_servers(args.model or "smollm2", [(c, 8, 0, num_calls) for c in args.clients])
+    num_calls, scale = args.num or 4, args.scale or 1.
+    long, grown, least_s = round(20_000 * scale), round(5000 * scale), 40 * scale
+    load = compare_servers(args.model or "smollm2", [(c, 8, 0, num_calls) for c in args.clients], least_s)
     *more, session = compare_servers(args.model or "two-layer", [
-        *((c, long, 0, num_calls) for c in args.clients), (1, grown, grown, 20)])
+        *((c, long, 0, num_calls) for c in args.clients), (1, grown, grown, 20)], least_s)
     return {"load": load + more, "session": [session]}
 
 
@@ -462,7 +471,7 @@ def carry_steps(runner, task, out: Path, num_steps: int, share: float, tail_s: f
         flying = [group for group in flying if not has_ended(group)]
         runner.hold(), runner.proxy.sleep()
         time.sleep(1)
-        runner.proxy.call(runner.proxy.engine.resume_generation()), runner.go_on()
+        runner.proxy.wait_for(runner.proxy.engine.resume_generation()), runner.go_on()
     took = time.perf_counter() - begin
     assert all(tree.read(p).outcome == "ok" for p in out.glob("*.jsonl")), f"not all rollouts in {out} ended well"
     return {"carry_over": share, "groups": len(spans), "group_s": took / len(spans), "step_s": took / num_steps,

@@ -2,8 +2,10 @@
 
 1. `graft`: the prompt that the policy gets, from the chat template's rendering and the recorded calls.
 2. `kind_of`, `quotes`: main, subagent, side or compaction, from structure; harness headers come first.
-3. `cause_of`: why a call does not simply go on from an earlier one: the fork causes of DESIGN, and `volatile_tail`, a
-   last message that is taken away and comes back at the new end.
+3. `cause_of`: why a call does not simply go on from an earlier one. A reply came back otherwise: retokenised (the same
+   text), tool_call_rewritten, thinking_dropped, history_edited. What stands before it changed: system_changed,
+   tools_changed, nonce (numbers alone), volatile_tail (a last message is taken away and comes back at the new end).
+   The same prompt again: retry. Another history: compaction, subagent, side. unknown: a fault here, please report it.
 Messages are vLLM's, in the form of chat completions, for all protocols. Nothing here imports vLLM."""
 import hashlib, itertools, json, re
 

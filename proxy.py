@@ -27,14 +27,14 @@ OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, 
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
 to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
 import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
-    secrets, select, shlex, shutil, signal, socket, tempfile, threading, time
+    secrets, select, shlex, shutil, signal, socket, sys, tempfile, threading, time
 from array import array
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 
-import graft, tree
+import graft, harnesses, tree
 
 # the Pending call of the request that this asyncio task serves
 CALL = contextvars.ContextVar("call", default=None)
@@ -51,8 +51,7 @@ NOT_FOR_HARNESSES = ("kv_transfer_params", "ec_transfer_params", "request_id", "
 SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-session-id")
 MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_CONNECTIONS = 64 * 2**20, 2**20, 128        # connections: of a session
 FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
-CACHE = Path(os.environ.get("HARNESS_RL_CACHE") or Path.home() / ".cache" / "harness-rl")
-SMOLLM2 = CACHE / "smollm2-135m-instruct-tools"             # where resolve_model puts it
+SMOLLM2 = harnesses.cache() / "smollm2-135m-instruct-tools"     # where resolve_model puts it
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
@@ -98,23 +97,22 @@ class Session:
     max_tokens: int = 0                                     # cap of a reply in tokens (0 = what fits)
     script: object = None                                   # texts that a scripted engine samples, or call -> text
     max_calls: int = 0                                      # budget of calls (0 = none)
-    max_session_tokens: int = 0                             # budget of sampled tokens (0 = none)
+    max_rollout_tokens: int = 0                             # budget of sampled tokens (0 = none)
     is_spent: bool = False                                  # a call was refused because a budget is used up
     when_spent: object = None                               # function to call then, once
     refused: str = None                                     # the error that the latest request was answered with
-    keep_tail: bool = False                                 # --openclaw_stable
+    openclaw_stable: bool = False                                 # --openclaw_stable
     replay: list = None                                     # recorded calls that answer while prompts are equal
     is_strict: bool = False                                 # replay: refuse the first call that differs
     diverged: str = None                                    # replay: where the session went live
     calls: list = field(default_factory=list)               # recorded calls (tree.Call), in order of their end
     seen: list = field(default_factory=list)                # Pending of each call that began, in order
-    num_started: int = 0                                    # calls whose sampling began
     running: set = field(default_factory=set)               # tasks that sample
     orphans: list = field(default_factory=list)             # of seen: those that nobody listens to
     rows: dict = field(default_factory=dict)                # of messages and tool lists (graft.outline)
     is_ended: bool = False
     body_bytes: int = 0                                     # of requests under way
-    tails: dict = field(default_factory=dict)               # keep_tail: hash of the messages before -> the tail
+    tails: dict = field(default_factory=dict)               # openclaw_stable: hash of the messages before -> the tail
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     address: object = None                                  # socket path or port
     server: object = None                                   # asyncio server of its own
@@ -144,7 +142,8 @@ class Session:
                 self.write({"type": "kind", "id": c.id, "kind": kind})
 
     def settle(self, call: Pending):
-        """A call without tools behind the main history was no summary if it is gone on from, or is the last."""
+        """Takes back a `compaction` that was guessed from structure alone: a later call went on from it, or the session
+        ended with it."""
         if call.kind == "compaction" and not call.is_asked: self.retype(call, "main")
 
     def has_final_answer(self) -> bool:
@@ -157,11 +156,11 @@ class Session:
         """Why it may not start another call, or None."""
         if self.is_ended: return "this session is finished"
         if self.is_strict and self.diverged: return f"replay: {self.diverged}"
-        if 0 < self.max_calls <= self.num_started: return self.spent(f"used up its {self.max_calls} calls")
-        if isinstance(self.script, list) and self.num_started >= len(self.script):
+        if 0 < self.max_calls <= len(self.seen): return self.spent(f"used up its {self.max_calls} calls")
+        if self.script is not None and not callable(self.script) and len(self.seen) >= len(self.script):
             return (f"the script of session {self.id} has {len(self.script)} lines, "
-                    f"call {self.num_started + 1} wants more")
-        if 0 < self.max_session_tokens <= (num := sum(len(c.sampled_ids) for c in self.calls)):
+                    f"call {len(self.seen) + 1} wants more")
+        if 0 < self.max_rollout_tokens <= (num := sum(len(c.sampled_ids) for c in self.calls)):
             return self.spent(f"sampled {num} tokens, all that it may")
 
     def spent(self, why: str) -> str:
@@ -180,8 +179,8 @@ def make_recorder():
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     class Sampled(LogprobsProcessor):
-        """A call's log-probabilities, as numbers. vLLM's own objects are made for a harness that asks for them; their
-        text, when it is told."""
+        """Keeps the log-probability of each sampled token as a number. vLLM's own, slower objects are made only where
+        the harness asks for log-probabilities."""
 
         def __init__(self, call, theirs):
             super().__init__(**vars(theirs) | {"tokenizer": None})
@@ -215,8 +214,7 @@ def make_recorder():
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
                 call.num_logprobs, p.logprobs = p.logprobs, p.logprobs or 0     # 0: that of the sampled token alone
                 p.skip_clone = True                         # it is nobody else's
-                call.id, call.answered_by = session.num_started, call
-                session.num_started += 1
+                call.id, call.answered_by = len(session.seen), call
                 session.seen.append(call)
                 call.task = asyncio.create_task(self.sample(call, prompt, p, request_id, kw, old))
                 session.running.add(call.task)
@@ -270,11 +268,11 @@ def make_recorder():
                 session.replay.remove(old)
                 return old
             nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, ids), default=None)
-            session.replay, session.diverged = None, f"call {session.num_started}: the record holds no more calls"
+            session.replay, session.diverged = None, f"call {len(session.seen)}: the record holds no more calls"
             if nearest is None: return None
             n = tree.lcp(nearest.template_ids, ids)
             text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
-            session.diverged = (f"call {session.num_started}: token {n} of the prompt begins {text(ids)}, "
+            session.diverged = (f"call {len(session.seen)}: token {n} of the prompt begins {text(ids)}, "
                                 f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
 
     return Recorder
@@ -475,8 +473,8 @@ class Front:
                             (b"content-type", b"application/json")]
         try: await self.app(scope, inner_receive, answer.send)
         except Exception as e:                              # raised on, it would end a connection that may be in use
-            if is_stream and answer.is_started and not answer.is_told: await answer.send_error(500, str(e)[:1000])
-            if not answer.is_told: raise
+            if is_stream and answer.is_started and not answer.is_error_sent: await answer.send_error(500, str(e)[:1000])
+            if not answer.is_error_sent: raise
             logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
             for task in (timer, *tasks): task.cancel()
@@ -576,7 +574,7 @@ class Answer:
         self.to_client, self.path, self.gone, self.call = send, path, gone, call
         self.sign = SIGNS.get(path, b" ") if is_stream else b" "
         self.type = b"text/event-stream" if is_stream else b"application/json"
-        self.is_early = self.is_started = self.is_done = self.is_told = False      # told: that it failed
+        self.is_early = self.is_started = self.is_done = self.is_error_sent = False
         self.error, self.lock = None, asyncio.Lock()        # error: status and body so far
 
     async def live(self):
@@ -611,18 +609,18 @@ class Answer:
             status, body = self.error[0], self.error[1] + message.get("body", b"")
             self.error = status, body
             if message.get("more_body"): return
-            try: message_ = json.loads(body)["error"]["message"]
-            except (ValueError, KeyError, TypeError): message_ = body.decode(errors="replace")[:1000]
+            try: text = json.loads(body)["error"]["message"]
+            except (ValueError, KeyError, TypeError): text = body.decode(errors="replace")[:1000]
             self.is_done = not self.gone.is_set()
-            self.is_told = not self.is_early or self.sign != b" "
-            CALL.get().session.refused = f"status {status}: {message_}"[:500]
-            if not self.is_early: return await answer_error(self.to_client, self.path, status, message_)
-            assert self.sign != b" ", f"after signs of life were sent: {message_}"      # uvicorn breaks the connection
-            await self.send_error(status, message_)
+            self.is_error_sent = not self.is_early or self.sign != b" "
+            CALL.get().session.refused = f"status {status}: {text}"[:500]
+            if not self.is_early: return await answer_error(self.to_client, self.path, status, text)
+            assert self.sign != b" ", f"after signs of life were sent: {text}"      # uvicorn breaks the connection
+            await self.send_error(status, text)
 
     async def send_error(self, status: int, message: str):
         """An error as the last event of a stream."""
-        self.is_told = True
+        self.is_error_sent = True
         data = error_body(self.path, status, message)
         if self.path == "/v1/responses": data = data["error"] | {"type": "error"}
         await self.to_client({"type": "http.response.body", "body": event(data)})
@@ -653,7 +651,7 @@ class Proxy:
     `engine`: vllm | scripted. `grace_s`: how long a call goes on for a client that has gone. `read_s`: how long a
     client may take to send a request. `engine_args`: further arguments of `vllm serve`, as on its command line."""
 
-    def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", tool_parser="hermes",
+    def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical",
                  grace_s=30., read_s=300., engine_args=()):
         self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
         self.grace_s, self.read_s, self.is_asleep = grace_s, read_s, False
@@ -663,7 +661,7 @@ class Proxy:
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
-                     "--enable-auto-tool-choice", "--tool-call-parser", tool_parser, "--disable-fastapi-docs",
+                     "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable-fastapi-docs",
                      "--worker-extension-cls", "proxy.WeightReceiver", *engine_args]
         for name, value in {"VLLM_LOGGING_LEVEL": "ERROR",      # INFO shows what vLLM decided
                             "HF_HUB_OFFLINE": "1",
@@ -672,10 +670,12 @@ class Proxy:
             os.environ.setdefault(name, value)
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)   # else a traceback for each broken tool call
         self.is_scripted = engine == "scripted"
+        if not self.is_scripted and os.environ.get("RANK", "0") == "0":
+            print("vLLM's engine starts: half a minute, minutes on busy cores", file=sys.stderr)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="proxy", daemon=True)
         self.thread.start()
-        try: self.call(self.start())
+        try: self.wait_for(self.start())
         except BaseException:
             self.close()
             raise
@@ -683,7 +683,7 @@ class Proxy:
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
 
-    def call(self, coroutine, timeout_s=None):
+    def wait_for(self, coroutine, timeout_s=None):
         """Runs a coroutine on the proxy's loop and waits for it."""
         if not self.thread.is_alive():
             coroutine.close()
@@ -749,12 +749,12 @@ class Proxy:
             call = CALL.get()
             own_sampling(request, call)
             session = call.session
-            if session.keep_tail: messages = graft.with_tails(messages, session.tails, session.rows)
+            if session.openclaw_stable: messages = graft.with_tails(messages, session.tails, session.rows)
             conversation, (prompt,) = await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **kw)
             rendered = prompt["prompt_token_ids"]
             call.template_ids = array("i", rendered)
             call.num_tools = len(tool_dicts or ())
-            (_, call.tools, _, _), = graft.outline([{"tools": tool_dicts}], session.rows)
+            (_, call.tools, _, _), = graft.outline([{"tools": tool_dicts}], session.rows)    # hashed as if a message
             call.outline = graft.outline(messages, session.rows)
             usable = {c.id: c for c in session.calls if c.finish not in tree.UNTRAINED_FINISH}
             continues = {s.id: s.continues for s in session.seen}
@@ -789,7 +789,7 @@ class Proxy:
         if port: session.server, session.address = self.listen("127.0.0.1", port), port
         else:
             session.address = f"{self.folder}/{next(self.numbers)}.sock"
-            session.server = self.call(self.loop.create_unix_server(self.protocol, session.address))
+            session.server = self.wait_for(self.loop.create_unix_server(self.protocol, session.address))
         self.sessions[session.address] = session
         session.record.parent.mkdir(parents=True, exist_ok=True)
         session.record.write_text("")
@@ -802,7 +802,7 @@ class Proxy:
 
     def listen(self, host: str, port: int):
         """A TCP port where every session is reached by its key: http://HOST:PORT/s/KEY/v1, or as the API key."""
-        try: return self.call(self.loop.create_server(self.protocol, host, port))
+        try: return self.wait_for(self.loop.create_server(self.protocol, host, port))
         except OSError as e:
             raise OSError(f"--port {port}: {e.strerror or e}; take another port or end what listens there") from None
 
@@ -830,20 +830,20 @@ class Proxy:
             session.server.close()
             if session.seen: session.settle(session.seen[-1])
         self.end_session(session)
-        if self.thread.is_alive(): self.call(stop(), 10)
+        if self.thread.is_alive(): self.wait_for(stop(), 10)
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)
 
     def sleep(self):
         """Until `load_weights` nothing is sampled: running calls stay, new ones wait, clients get signs of life. With
         --enable-sleep-mode (GPU, not run) the memory of weights and KV cache is given back, too."""
         self.is_asleep = self.engine.model_config.enable_sleep_mode
-        self.call(self.engine.sleep(level=2, mode="keep") if self.is_asleep
+        self.wait_for(self.engine.sleep(level=2, mode="keep") if self.is_asleep
                   else self.engine.pause_generation(mode="keep", clear_cache=False), 600)
 
     def load_weights(self, buckets, version: int):
         """buckets: an iterable of arguments of `load_bucket`, each loaded when the next is asked for, which may lie in
         the same memory. Running calls are held over the change, caches cleared."""
-        engine, do = self.engine, functools.partial(self.call, timeout_s=600)
+        engine, do = self.engine, functools.partial(self.wait_for, timeout_s=600)
         do(engine.wake_up(["weights"]) if self.is_asleep else engine.pause_generation(mode="keep", clear_cache=True))
         do(engine.collective_rpc("begin_load"))
         for bucket in buckets: do(engine.collective_rpc("load_bucket", args=bucket))
@@ -864,7 +864,7 @@ class Proxy:
             p = SamplingParams(temperature=0., max_tokens=num, ignore_eos=True)
             async for out in AsyncLLM.generate(self.engine, {"prompt_token_ids": ids}, p, secrets.token_hex(8)): pass
             return list(out.outputs[0].token_ids)
-        return self.call(run(), 600)
+        return self.wait_for(run(), 600)
 
     def close(self):
         for session in list(self.sessions.values()): self.close_session(session)
@@ -917,16 +917,17 @@ def resolve_model(name: str, max_model_len=0) -> str:
 # --- the command ------------------------------------------------------------------------------------------------------
 def parse(argv=None):
     p = argparse.ArgumentParser(description="Serves one session on loopback and records it.", allow_abbrev=False)
-    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2")
+    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2 (the default)")
     p.add_argument("--session", required=True, help="its name; the record is RECORD/SESSION.jsonl")
     p.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
     p.add_argument("--record", required=True, help="folder for the record")
-    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm")
+    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm", help="vllm unless said otherwise")
     p.add_argument("--script", help="with --engine scripted: a file, one line = one reply")
-    p.add_argument("--temperature", type=float, default=1.0)
-    p.add_argument("--max_model_len", type=int, default=8192, help="context, tokens")
+    p.add_argument("--temperature", type=float, default=1.0, help="of sampling (1.0)")
+    p.add_argument("--max_model_len", type=int, default=8192, help="context, tokens (8192)")
     p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
-    p.add_argument("--graft", choices=graft.GRAFTS, default="canonical")
+    p.add_argument("--graft", choices=graft.GRAFTS, default="canonical",
+                   help="when a reply that came back becomes its sampled ids (canonical)")
     p.add_argument("--replay", help="a record whose replies answer while prompts are equal; then live")
     p.add_argument("--replay_strict", action="store_true", help="stop at the first prompt that differs")
     p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
@@ -956,7 +957,7 @@ def main(args):
         header = {"task": "by-hand", "harness": "by-hand", "model": args.model}
         session = proxy.open_session(args.session, record, header, temperature=args.temperature,
                                      max_tokens=args.max_tokens, script=script, port=args.port, replay=replay,
-                                     is_strict=args.replay_strict, keep_tail=args.openclaw_stable)
+                                     is_strict=args.replay_strict, openclaw_stable=args.openclaw_stable)
         print(f"http://127.0.0.1:{args.port}/v1 (OpenAI), http://127.0.0.1:{args.port} (Anthropic), model 'policy'; "
               "Ctrl-C ends it", flush=True)
         try: threading.Event().wait()

@@ -9,18 +9,19 @@
 
 build (image or copies) -> agent (no network but the model's socket; neither tests nor solution present; git history
 squashed) -> verify (tests put in now, no process of the agent alive), in one of three modes (--verify):
-    strict         a fresh sandbox from the task's image, only the workspace carried over: see sandbox.carry
+    strict         a fresh sandbox from the task's image, only the workspace carried over: see workspace.py
     compat         a new sandbox from all the agent's files, for tests that look outside the workspace
     history        compat, and git history stays as the image has it, for tasks about history
 auto: as task.toml says ([metadata] verify = "compat"), else the strictest mode under which the oracle last scored 1
 (remembered for the task's content and kind of sandbox), else strict. One JSONL a rollout (tree.py), beside it the
 harness's and the verifier's output (.log). --off takes defences away by name: git (history squashed for the agent, the
-image's own for the verifier), tools, links (sandbox.carry), tamper (the record tells what the agent changed outside
+image's own for the verifier), tools, links (workspace.py), tamper (the record tells what the agent changed outside
 the workspace).
 
 Outcomes, and what becomes of the reward:
     ok             the harness ended with status 0                   the verifier's
-    overlong       the harness ran out of turns, no final answer     0: else a policy learns never to stop
+    overlong       the harness ran out of turns without a final answer, or asked on past --max_calls or
+                   --max_rollout_tokens                              0: else a policy learns never to stop
     timeout        the agent's time limit ended it                   the verifier's, of what stood then
     harness_error  the harness ended with another status and without a final answer, or its last request failed
                                                                      the verifier's: exit status is no success signal
@@ -216,12 +217,14 @@ class Runner:
     """What all rollouts of a run share. `proxy` may be None for oracle and nop."""
 
     def __init__(self, proxy, kind: str, run_id: str, *, model="", num_parallel=8, temperature=1.0, num_warm=2,
-                 verify="auto", off=(), reward_weights=None, **options):
+                 verify="auto", off=(), reward_weights=None, weights_id="", **options):
         """num_warm: sandboxes that wait, started, for their turn; verify: auto or one of VERIFY; off: some of DEFENCES;
-        options: of each session (proxy.Session): max_tokens, max_calls, max_session_tokens, keep_tail."""
+        weights_id: goes on record; options: of each session (proxy.Session): max_tokens, max_calls,
+        max_rollout_tokens, openclaw_stable."""
         self.proxy, self.kind, self.run_id, self.model, self.num_parallel = proxy, kind, run_id, model, num_parallel
         self.temperature, self.options, self.verify, self.off = temperature, options, verify, frozenset(off)
         self.num_warm, self.turns, self.reward_weights = num_warm, threading.Semaphore(num_parallel), reward_weights
+        self.weights_id = weights_id
         self.is_stopping, self.boxes, self.without_git = threading.Event(), [], set()
         self.pool, self.futures, self.is_going, self.held = None, [], threading.Event(), (None, 0.)
         self.agents, self.stale = {}, set()             # log -> sandbox in which an agent runs; logs of those given up
@@ -242,16 +245,19 @@ class Runner:
         log = record.with_suffix(".log")
         log.unlink(missing_ok=True)
         seconds, session, mode = {}, None, ""
-        header = {"task": job.task.id, "harness": job.harness, "model": self.model}
+        settings = {k: v for k, v in self.options.items() if isinstance(v, (int, str))} | {
+            "off": sorted(self.off), "reward_weights": self.reward_weights}
+        if job.harness not in WITHOUT_MODEL:
+            settings |= {"graft": self.proxy.mode, "max_model_len": self.proxy.engine.model_config.max_model_len}
+        header = {"task": job.task.id, "harness": job.harness, "model": self.model, "settings": settings,
+                  "weights_id": self.weights_id}
         first = {"type": "rollout", "format": 1, "id": job.id, **header, "temperature": self.temperature}
         record.write_text(json.dumps(first | {"started_s": time.time()}) + "\n")    # a session begins it anew
         try:
             with contextlib.ExitStack() as stack:
                 if job.harness not in WITHOUT_MODEL:
-                    more = {} if replay is None else {"replay": replay}
-                    script = list(job.script) if isinstance(job.script, (list, tuple)) else job.script
                     session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
-                                                      script=script, **self.options | more)
+                                                      script=job.script, **{"replay": replay} | self.options)
                     stack.callback(self.proxy.close_session, session)
                 modes, found = self.modes(job), {}
                 for mode in modes:
@@ -378,7 +384,7 @@ class Runner:
             try: left_out = box.carry(fresh.workdir, fresh, self.off)
             except (FileNotFoundError, ValueError) as e: return fresh, e
             if left_out: more["left_out"] = left_out[:20]
-        elif fresh.exec(["sh", "-c", CLEAN], user="root", timeout_s=600).exit_code:     # its own shell, it may be
+        elif fresh.exec(["sh", "-c", CLEAN], user="root", timeout_s=600).exit_code:
             return fresh, "/tests, /solution and /logs cannot be emptied of what the agent left there"
         box.stop()
         return fresh, None
@@ -395,7 +401,7 @@ class Runner:
         with open(log, "a") as f: f.write("\n=== verifier\n")
         verdict = box.exec(["bash", "/tests/test.sh"], timeout_s=job.task.verifier_timeout_s, log=log,
                            env=job.task.envs.get("verifier"), user=job.task.users.get("verifier", ""))
-        return read_reward(box, verdict, session.num_started if session else 0, self.reward_weights)
+        return read_reward(box, verdict, len(session.seen) if session else 0, self.reward_weights)
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
         """Rollouts of all jobs, in their order; a progress bar. Ctrl-C or a fault ends what runs, sandboxes first."""
@@ -487,7 +493,7 @@ def parse_reward(text: str, is_json: bool, weights: dict | None) -> tuple:
     return sum(w * named[k] for k, w in (weights or {"reward": 1.}).items()), named
 
 
-def read_reward(box, verdict, num_calls=0, weights=None) -> tuple:
+def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
     """-> (reward, the calls' rewards by id or None, {name: reward}, None) or (None, None, {}, what is wrong)"""
     with tempfile.TemporaryDirectory() as tmp:
         for name in ("reward.txt", "reward.json"):
@@ -557,12 +563,11 @@ def summary(rollouts: list) -> dict:
 
 
 def show(s: dict) -> str:
-    if not s["num_judged"]: return f"none of {s['num']} rollouts has a reward; " + ", ".join(
-        f"{k} {v}" for k, v in sorted(s["outcomes"].items()))
+    outcomes = ", ".join(f"{k} {v}" for k, v in sorted(s["outcomes"].items()))
+    if not s["num_judged"]: return f"none of {s['num']} rollouts has a reward; {outcomes}"
+    more = "".join(f"{k} {100 * v:.1f} %; " for k, v in s.items() if re.fullmatch(r"pass@\d+", k))
     return (f"{100 * s['pass_rate']:.1f} % of {s['num_judged']} solved "
-            f"(95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}); "
-            + "".join(f"{k} {100 * v:.1f} %; " for k, v in s.items() if re.fullmatch(r"pass@\d+", k))
-            + ", ".join(f"{k} {v}" for k, v in sorted(s["outcomes"].items())))
+            f"(95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}); {more}{outcomes}")
 
 
 def sign_flip_p(d) -> float:
@@ -612,6 +617,11 @@ def compare_folders(args):
         rows += [{"harness": name, "left_out": len(one.keys() ^ two.keys())} | compare(one, two, k)
                  for k in sorted({1, smallest if name != "all" else 1}) if smallest]
     if not rows: raise ValueError(f"{args.folders[0]} and {args.folders[1]}: no task that both judged with one harness")
+    told = [[{"temperature": r.temperature, "verify": r.verify} | r.more.get("settings", {})
+             for r in x if r.harness in names] for x in (a, b)]
+    for name in sorted(set().union(*told[0]) & set().union(*told[1])):      # what one folder lacks is not known
+        one, two = ("/".join(sorted({json.dumps(s.get(name)) for s in x})) for x in told)
+        if one != two: print(f"warning: {name} was {one} in A, {two} in B: not the same test", file=sys.stderr)
     if args.json: return print(json.dumps(rows))
     for r in rows:
         p, q, d, low, high = (100 * r[k] for k in ("a", "b", "difference", "low", "high"))
@@ -660,28 +670,30 @@ def parse(argv=None):
                    help=f"one of {', '.join(harnesses.names())}, oracle, nop; several with commas")
     p.add_argument("--out", default="", help="folder for the records")
     p.add_argument("--prebuild", action="store_true", help="only build or pull the tasks' images")
-    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2")
-    p.add_argument("--n", type=int, default=1, help="rollouts a task and harness")
+    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2 (the default)")
+    p.add_argument("--n", type=int, default=1, help="rollouts a task and harness (1)")
     p.add_argument("--limit", type=int, default=0, help="only the first so many tasks (0 = all)")
-    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm")
+    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm", help="vllm unless said otherwise")
     p.add_argument("--script",
                    help="with --engine scripted: a file, one line = one reply; or 'solution' for each task's own")
-    p.add_argument("--sandbox", choices=("auto", "docker", "bubblewrap"), default="auto")
+    p.add_argument("--sandbox", choices=("auto", "docker", "bubblewrap"), default="auto",
+                   help="auto: Docker where a daemon answers, else bubblewrap")
     p.add_argument("--base_image", action="append", default=[], metavar="NAME=LOCAL",
                    help="local image in an image's place")
-    p.add_argument("--num_parallel", type=int, default=8, help="rollouts at once")
-    p.add_argument("--num_warm", type=int, default=2, help="sandboxes that wait, started, for their turn")
-    p.add_argument("--verify", choices=("auto", *VERIFY), default="auto", help="see the file's beginning")
+    p.add_argument("--num_parallel", type=int, default=8, help="rollouts at once (8)")
+    p.add_argument("--num_warm", type=int, default=2, help="sandboxes that wait, started, for their turn (2)")
+    p.add_argument("--verify", choices=("auto", *VERIFY), default="auto", help="auto: see the file's beginning")
     p.add_argument("--off", default="", help=f"defences to leave out, with commas: {', '.join(DEFENCES)}")
     p.add_argument("--internet", choices=("refuse", "off", "on"), default="refuse",
                    help="for tasks that ask for internet access")
     p.add_argument("--reward_weights", default="", metavar="NAME=WEIGHT,...", help="of several rewards")
-    p.add_argument("--temperature", type=float, default=1.0)
-    p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens")
+    p.add_argument("--temperature", type=float, default=1.0, help="of sampling (1.0)")
+    p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens (2048)")
     p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
     p.add_argument("--max_calls", type=int, default=0, help="calls of a rollout, then it is overlong (0 = no limit)")
     p.add_argument("--max_rollout_tokens", type=int, default=0, help="sampled tokens of a rollout (0 = no limit)")
-    p.add_argument("--graft", choices=graft.GRAFTS, default="canonical")
+    p.add_argument("--graft", choices=graft.GRAFTS, default="canonical",
+                   help="when a reply that came back becomes its sampled ids (canonical)")
     p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
     p.add_argument("--engine_args", default="", help="further arguments of `vllm serve`, separated by spaces")
     if (sys.argv[1:] if argv is None else argv)[:1] == ["compare"]:
@@ -714,10 +726,10 @@ def make_jobs(tasks, names, n, script=None) -> list:
         if name == "oracle" and not (task.path / "solution/solve.sh").is_file():
             raise FileNotFoundError(f"task {task.path}: solution/solve.sh is missing; the oracle needs it")
         if script is None or name in WITHOUT_MODEL: return None
-        if lines is not None: return tuple(lines)
+        if lines is not None: return lines
         demonstrate = harnesses.load(name).demonstrate
         if demonstrate is None: raise ValueError(f"--harness {name}: it has no demonstrations; give --script a file")
-        return tuple(demonstrate(task.solution()))
+        return demonstrate(task.solution())
     return [Job(t, h, i, texts(t, h)) for t in tasks for h in names for i in range(n)]
 
 
@@ -759,7 +771,7 @@ def main(args):
         runner = Runner(proxy, kind, run_id, model=args.model, num_parallel=args.num_parallel,
                         num_warm=args.num_warm, verify=args.verify, off=args.off, reward_weights=args.reward_weights,
                         temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
-                        max_session_tokens=args.max_rollout_tokens, keep_tail=args.openclaw_stable)
+                        max_rollout_tokens=args.max_rollout_tokens, openclaw_stable=args.openclaw_stable)
         rollouts = runner.run_all(jobs, Path(args.out), f"{args.harness} in {kind}")
     finally:
         if proxy is not None: proxy.close()

@@ -25,9 +25,10 @@ Docker on another machine (a DOCKER_HOST that is no unix socket): runtimes go th
 removes when their folder here is another by then; the model's socket is carried over an exec's standard input and
 output (harnesses/relay.py): no network inside, as here, and no port to open on either side. An agent that ends all
 processes ends the relay, too.
-bubblewrap, further: no image is built; no CPU limit; memory is limited per process; processes run as an ordinary user,
-not root, on a read-only root (writable: the workdir, WRITABLE, folders given to `put`); background processes end with
-their exec; for an ordinary user on the host the process limit holds per exec, not per sandbox.
+bubblewrap, further: no image is built: FROM debian or ubuntu, any tag, is the host's own /usr; no CPU limit; memory is
+limited per process; processes run as an ordinary user, not root, on a read-only root (writable: the workdir, WRITABLE,
+folders given to `put`); background processes end with their exec; for an ordinary user on the host the process limit
+holds per exec, not per sandbox.
 """
 import contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, os, posixpath, re, resource, select, shlex, \
     shutil, signal, socket, stat, subprocess, sys, tarfile, tempfile, threading, time, uuid
@@ -54,7 +55,8 @@ class SandboxError(RuntimeError):
 
 @dataclasses.dataclass
 class Environment:
-    base: str                           # image name; bubblewrap: also a root folder, or "host" (the host's /usr)
+    base: str                           # image name; bubblewrap: a root folder, or of debian, ubuntu, harness-rl/base
+                                        # (any tag) and "host" the host's own /usr
     workdir: str = ""                   # "" = the image's own
     copies: list = dataclasses.field(default_factory=list)        # [(host path, inside path)], put in at start
     env: dict = dataclasses.field(default_factory=dict)
@@ -156,21 +158,21 @@ def _safe(name):
 
 
 def reap(run_id=None):
-    """Remove the sandboxes of one run, or (None: at start-up) those whose owning process is dead. Returns how many."""
+    """Remove the sandboxes of one run, or (None: at start-up) all that dead processes left. Returns how much."""
     def is_ours(run, owner):
         return _is_dead(owner) if run_id is None else run == _safe(run_id)
-    folders, containers = [], []
+    num_removed = 0
     for path in Path(tempfile.gettempdir()).glob("harness-rl_*_*.*.*.*_*"):
         with contextlib.suppress(FileNotFoundError):   # another process may reap as well
             if path.lstat().st_uid == os.geteuid() and is_ours(*path.name.split("_")[1:3]):
-                folders.append(path)
+                num_removed += 1
                 for remove in (_end_bwrap, _remove_folder, _end_bwrap):   # again: of a command that began meanwhile
                     remove(path)
     for path in [] if run_id else {p for place in {tempfile.gettempdir(), "/tmp"} for p in Path(place).glob("hrl-*")}:
         with contextlib.suppress(OSError), open(path / ".lock") as lock:   # of a proxy, which holds it while it lives
             if time.time() - os.fstat(lock.fileno()).st_mtime > 5:         # else it may be about to take it
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                folders.append(path)
+                num_removed += 1
                 _end_engine(path)
                 _remove_folder(path)
     with contextlib.suppress(SandboxError), _faults("reap"):   # no daemon: nothing of ours runs there
@@ -180,14 +182,14 @@ def reap(run_id=None):
                               (api.images(filters=labelled), functools.partial(api.remove_image, force=True))):
             for row in found:
                 if is_ours(row["Labels"]["harness_rl.run"], row["Labels"]["harness_rl.owner"]):
-                    containers.append(row["Id"])
+                    num_removed += 1
                     with contextlib.suppress(docker.errors.APIError):   # gone, or in use for a moment
                         remove(row["Id"])
         for row in [] if run_id else api.volumes(filters={"label": "harness_rl.folder"})["Volumes"] or []:
             folder, maker = (row["Labels"][f"harness_rl.{key}"] for key in ("folder", "maker"))
             if maker == _owner(os.getpid()).partition(".")[0] and row["Name"] != _volume_name(folder):
                 with contextlib.suppress(docker.errors.APIError): api.remove_volume(row["Name"])   # 409: it is in use
-    return len(folders) + len(containers)
+    return num_removed
 
 
 def alive(run_id):
@@ -217,14 +219,14 @@ class Sandbox:
     run_id: str                    # of this process: reap(run_id) removes all of it
     name: str
     runtimes: dict = dataclasses.field(default_factory=dict)   # {host folder: inside folder}, read-only
-    socket: Path | None = None     # unix socket on the host -> /run/model.sock; must stay until stop()
+    socket: str | Path | None = None   # unix socket on the host -> /run/model.sock; must stay until stop()
     memory_mb: int = 4096
     cpus: float = 2
     pids: int = 512                # processes and threads
     disk_mb: int = 10240           # what it may write, in all
     workdir: str = dataclasses.field(default="", init=False)   # known from start() on
     mounts: dict = dataclasses.field(default_factory=dict, init=False)         # {inside folder: where the host has it}
-    place: object = dataclasses.field(default_factory=tempfile.gettempdir, init=False)   # on the file system of these
+    place: object = dataclasses.field(default_factory=tempfile.gettempdir, init=False)   # its disk is the one watched
 
     def __enter__(self):
         self.start()

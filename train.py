@@ -15,17 +15,17 @@
 4. Cold start: `--warmup_steps` of supervised steps on demonstrations that a scripted policy recorded through the same
    proxy, harness, sandbox and tree (the task's own solution, phrased as the harness wants it); those with reward 1
    alone are learnt.
-5. Weights are float32, computed in `--dtype`; the engine gets them in `--dtype`.
-6. After a kill the run goes on from its last saved state; what was recorded since, by the same weights, is read, not
-   sampled again.
+5. Weights are float32 (`--dtype float64`: that), computed in `--dtype`; the engine gets them in `--dtype`.
+6. After a kill the run goes on from its last saved state; what was recorded since is read, not sampled again, where the
+   same weights sampled it: the same flags, the same rollouts learnt from (`--carry_over`: up to the saved version).
 7. `--carry_over`: a step ends when its number of groups has; the others stay alive over the update. The engine keeps
    their requests paused, new ones wait, clients get signs of life; then they go on under the new weights. Tokens carry
    their version, the correction weighs them, the gate judges those of the current one. A group trains in the step in
    which its last rollout has ended; one begun `--max_staleness` updates ago trains with what has ended by then, the
    rest is `stale`. The last step waits for all. After a kill, recorded calls answer again while prompts are equal.
 Letters: R rollouts of a batch, N its trained tokens."""
-import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, importlib.metadata, importlib.util, \
-    inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
+import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, hashlib, importlib.metadata, \
+    importlib.util, inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,15 +364,18 @@ def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Conf
         if paid is not None: by_token += paid[batch.rollout, turn] * batch.is_boundary.roll(-1)     # at its last token
         adv, returns = algos.gae(old["value"], of_leaf, chains, cfg.gamma, cfg.lam, by_token)
         return (algos.whiten(adv, norm) if cfg.whiten else adv), returns
+    is_rloo = cfg.algo == "rloo"
+    advantages = lambda rewards, std_norm: (        # of (R, K)
+        algos.reinforce_advantages(rewards, cfg.baseline) if cfg.algo == "reinforce" else algos.call_advantages(
+            rewards, group, std_norm=std_norm, leave_one_out=cfg.leave_one_out or is_rloo))
+    by_kl = 0.                                      # not divided by the group's std: where rewards are equal it is KL's
     if cfg.kl_reward:
-        rewards = rewards - cfg.kl_reward * algos.kl_penalty(old["logp"], old["ref"], batch.rollout, len(rewards))
+        kl = algos.kl_penalty(old["logp"], old["ref"], batch.rollout, len(rewards))
+        by_kl = advantages(-cfg.kl_reward * kl[:, None], False)[batch.rollout, 0]
     rewards, of_token = rewards[:, None], (batch.rollout, 0)                # (R, K): one column, or one a call and ...
     if paid is not None:
         rewards, of_token = torch.cat([paid, rewards], 1), (batch.rollout, turn)        # ... the outcome, after all
-    is_rloo = cfg.algo == "rloo"
-    adv = algos.reinforce_advantages(rewards, cfg.baseline) if cfg.algo == "reinforce" else algos.call_advantages(
-        rewards, group, std_norm=cfg.std_norm and not is_rloo, leave_one_out=cfg.leave_one_out or is_rloo)
-    return adv[of_token], None
+    return advantages(rewards, cfg.std_norm and not is_rloo)[of_token] + by_kl, None
 
 
 def policy_loss(logp, t: dict, denom: float, cfg: Config, is_supervised: bool) -> tuple:
@@ -392,7 +395,7 @@ def policy_loss(logp, t: dict, denom: float, cfg: Config, is_supervised: bool) -
 
 
 def train_metrics(sums: list, num_epochs: int, num_updates: int) -> dict:
-    """sums: each rank's, over all micro-batches of all epochs -> token means, but for losses: means over updates."""
+    """sums: each rank's, over all micro-batches of all epochs -> token means; of losses means over updates."""
     totals = Counter()
     for s in sums: totals.update(s)
     m = {"tokens/unique": totals["unique"] / num_epochs}
@@ -461,6 +464,10 @@ def gather(x, world: int, deadline_s=1800.) -> list:
     return all_
 
 
+# Flags that change neither the weights, but for rounding, nor what they sample.
+WEIGHTLESS = ("out", "resume", "steps", "deadline_s", "wandb", "num_parallel", "eval_tasks", "eval_every", "eval_n",
+              "save_every", "keep_saved", "save_tokens", "checkpoint", "check_packing", "max_logp_gap",
+              "micro_batch_tokens", "share", "activation_checkpointing", "offload")
 MIN_R = 0.9                              # of the gate; seen with bfloat16 on both sides: 0.995 and more
 
 
@@ -470,7 +477,7 @@ def agreement(logp_old, logp_rollout, max_gap: float) -> tuple:
     probabilities, where both vary; judged where they vary much."""
     log_ratio, p = (logp_old - logp_rollout).double(), torch.stack([logp_old, logp_rollout]).double().exp()
     gap, n = log_ratio.abs(), len(log_ratio)
-    s = {"mean": gap.mean().item(), "p99": gap.quantile(0.99).item(), "max": gap.max().item(),
+    s = {"mean": gap.mean().item(), "p99": float(np.quantile(gap.numpy(), 0.99)), "max": gap.max().item(),
          "ess": (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp().item() / n}
     spread = p.std(1).min() if n > 2 else 0.
     if spread > 1e-3: s["pearson"] = torch.corrcoef(p)[0, 1].item()
@@ -539,7 +546,7 @@ def full(p): return p.full_tensor() if hasattr(p, "full_tensor") else p         
 BUCKET_BYTES = 2**30                     # of weights in a hand-over: what a GPU holds twice, if no tensor is larger
 
 
-def hand_over(engine, version: int, model, memory: list, dtype, device, rank=0, world=1, tp=1):
+def hand_over(server, version: int, model, memory: list, dtype, device, rank=0, world=1, tp=1):
     """Weights into this rank's engine (None: into that of a neighbour), in buckets, gathered parameter by parameter.
     memory: empty at first, then the tensor that all buckets lie in, one after the other, and the handles by which the
     engine's workers open it, each that of the rank with its GPU."""
@@ -561,7 +568,7 @@ def hand_over(engine, version: int, model, memory: list, dtype, device, rank=0, 
             yield memory[1], [(name, tuple(p.shape)) for name, p in bucket]
             if tp > 1: gather(None, world)                  # all are read
         if device.type == "cuda": torch.cuda.empty_cache()  # the engine maps its cache next
-    if engine is not None: engine.load_weights(buckets(), version)
+    if server is not None: server.load_weights(buckets(), version)
     else:
         for _ in buckets(): pass
 
@@ -714,6 +721,11 @@ def main(cfg: Config):
     times_seen, solved = Counter(at.get("times_seen")), at.get("solved", {})         # category -> running success rate
     is_checked = at.get("is_checked", not (cfg.check_packing and cfg.share))
     assert cfg.carry_over or not at.get("flying"), f"--carry_over 0: {saved} has rollouts that go on; give what it had"
+    flags = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in WEIGHTLESS}
+    digest = lambda *what: hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    came_of = at.get("came_of", "")                         # digest of all that the weights were learnt from
+    weights_id = lambda: digest(came_of, flags)
+    after = lambda rollouts: digest(weights_id(), [(r.id, r.started_s) for r in rollouts if r.reward is not None])
     flying = [Group(rollout.make_jobs([t for t in train_tasks if t.id == id], [name], cfg.group_size), folder, born,
                     i % num_engines * cfg.tp)               # --carry_over
               for i, (id, name, folder, born) in enumerate(at.get("flying", []))]
@@ -732,14 +744,14 @@ def main(cfg: Config):
         if rank: return
         sizes = {name: (out / name).stat().st_size for name in ("metrics.jsonl", "log.txt")}
         (tmp / "loop.json").write_text(json.dumps(sizes | {
-            "step": step, "version": version, "times_seen": times_seen, "solved": solved, "is_checked": is_checked,
-            "order": order.getstate(), "time_s": time.time() - begin, "best": best,
+            "step": step, "version": version, "came_of": came_of, "times_seen": times_seen, "solved": solved,
+            "is_checked": is_checked, "order": order.getstate(), "time_s": time.time() - begin, "best": best,
             "flying": [(g.jobs[0].task.id, g.jobs[0].harness, g.folder, g.born) for g in flying]}))
         tmp.rename(out / "saved" / f"step-{step:04}")
         for old in states()[:-cfg.keep_saved]: shutil.rmtree(old)
 
     def sleep():
-        if has_engine: engine.sleep()
+        if has_engine: server.sleep()
         gather(None, world)                                 # its memory is free on all GPUs that it has
 
     def renew():
@@ -748,9 +760,9 @@ def main(cfg: Config):
         if not is_live: return
         if is_gpu: torch.cuda.empty_cache()                 # the engine, which wakes, needs what torch keeps for later
         gather(None, world)
-        hand_over(engine, version, model, memory, dtype, device, rank, world, cfg.tp)
-        start = has_engine and engine.tokenizer.encode("The engine and the trainer have the same weights:")
-        path = gather(has_engine and start + engine.greedy(start, 8), world)[rank // cfg.tp * cfg.tp]
+        hand_over(server, version, model, memory, dtype, device, rank, world, cfg.tp)
+        start = has_engine and server.tokenizer.encode("The engine and the trainer have the same weights:")
+        path = gather(has_engine and start + server.greedy(start, 8), world)[rank // cfg.tp * cfg.tp]
         num = len(path) - 8
         with torch.no_grad():
             behind = policy(tree.pack([path], [range(num, num + 8)]).to(device), 0.).max().item()
@@ -778,7 +790,7 @@ def main(cfg: Config):
                 m[f"forks/{cause}"] = m.get(f"forks/{cause}", 0) + count
                 m[f"forks/{cause}_tokens"] = m.get(f"forks/{cause}_tokens", 0) + cost
         num_epochs, num_minibatches = (1, 1) if is_supervised else (cfg.num_epochs, cfg.num_minibatches)
-        num_updates = num_epochs * num_minibatches
+        is_single = num_epochs * num_minibatches == 1
 
         def gate():
             for other, mask in gather((old, seen), world):  # every rank knows the tokens that any rank computed
@@ -816,14 +828,15 @@ def main(cfg: Config):
             worst, is_checked = max(m["packing/logp_error"], m["packing/gradient_error"]), True
             assert worst <= 1e-4, (
                 f"--check_packing: packed and by themselves, paths differ by {worst:.2g}; --no_share trains without")
-        if num_updates > 1 and not takes_all: look(useful)
+        if not is_single and not takes_all: look(useful)
+        num_updates = num_epochs * min(num_minibatches, len(useful))
         for g in opt.param_groups: g["lr"] = lr
         # rollouts of zero advantage count in the mean: a part stands for its share of all
         total = {"rollout": R, "token": N, "constant": R * (cfg.loss_constant or cfg.max_model_len)}[cfg.loss_mean]
         columns = old | {"norm": norm, "rollout": batch.rollout, "adv": adv, "logp_rollout": batch.logp_rollout}
         if returns is not None: columns["returns"] = returns
         for epoch in range(num_epochs):
-            if num_updates > 1: order.shuffle(useful)
+            if not is_single: order.shuffle(useful)
             for part in (p.tolist() for p in np.array_split(useful, num_minibatches) if len(p)):
                 denom = total * len(part) / len(useful)
                 for group in micro_batches(batch, part, cfg, rank, world):
@@ -832,7 +845,7 @@ def main(cfg: Config):
                     if not is_value_only:
                         logp, entropy = (x[where] for x in policy(forest, cfg.temperature))
                         now[index] = logp.detach().cpu()
-                        if num_updates == 1: old["logp"][index], seen[index] = now[index], True
+                        if is_single: old["logp"][index], seen[index] = now[index], True
                     t = {k: x[index].to(device) for k, x in columns.items()}       # (n,) of this micro-batch
                     if not is_value_only:
                         loss, more = policy_loss(logp, t, denom, cfg, is_supervised)
@@ -844,12 +857,12 @@ def main(cfg: Config):
                         (loss * world).backward()
                         s |= more | {"value_loss": loss.detach()}
                     for k, v in s.items(): sums[k] = sums.get(k, 0.) + v.item()
-                if num_updates == 1 and not takes_all and not is_supervised: gate()
+                if is_single and not takes_all and not is_supervised: gate()
                 for name, net, _ in learners:
                     grad_norm = full(torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.grad_clip)).item()
                     assert math.isfinite(grad_norm), (
                         f"{name}gradient norm {grad_norm}: no step is made with it; see the last rollouts")
-                    m[f"train/{name}grad_norm"] = grad_norm
+                    m[f"train/{name}grad_norm"] = m.get(f"train/{name}grad_norm", 0.) + grad_norm / num_updates
                 for _, _, its_opt in learners:              # when all are known to be finite
                     its_opt.step()
                     its_opt.zero_grad()
@@ -860,9 +873,9 @@ def main(cfg: Config):
         return m | {"train/lr": lr} | train_metrics(gather(sums, world), num_epochs, num_updates)
 
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
-    def recorded(record: Path, oldest: int, newest: int):
-        """The rollout of a run given by --rollouts, or of this one before a kill, sampled by weights of these versions;
-        None: to be run."""
+    def recorded(record: Path, is_mine):
+        """The rollout of a run given by --rollouts, or of this one before a kill, where is_mine(it); None: to be
+        run."""
         if is_live and not record.exists(): return None
         try: r = tree.read(record)
         except FileNotFoundError:
@@ -872,24 +885,23 @@ def main(cfg: Config):
             if not is_live: raise
             return None                                     # killed while it wrote
         assert is_live or r.outcome, f"--rollouts: {record} has no end, the run was killed in this step; fewer --steps"
-        versions = {v for c in r.calls for v, _ in c.versions}
-        is_mine = versions and versions <= {*range(oldest, newest + 1)} and r.temperature == cfg.temperature
-        return r if not is_live or is_mine and r.outcome not in (None, "infra_error", "stale") else None
+        return r if not is_live or is_mine(r) and r.outcome not in (None, "infra_error", "stale") else None
 
     make_runner = lambda proxy: rollout.Runner(
         proxy, kind, run_id, model=cfg.model, temperature=cfg.temperature, verify=cfg.verify,
         off=[x for x in cfg.off.split(",") if x], reward_weights=rollout.parse_reward_weights(cfg.reward_weights),
         num_parallel=cfg.num_parallel, max_tokens=cfg.max_tokens, max_calls=cfg.max_calls,
-        max_session_tokens=cfg.max_rollout_tokens, keep_tail=cfg.openclaw_stable)
+        max_rollout_tokens=cfg.max_rollout_tokens, openclaw_stable=cfg.openclaw_stable, weights_id=weights_id())
 
     def roll(jobs: list, folder: str, what: str, scripted=None) -> list:
         source = Path(cfg.rollouts or out) / "rollouts" / folder
         mine = jobs[rank // cfg.tp::num_engines] if rank % cfg.tp == 0 else []
 
         def run():
-            known = [recorded(rollout.record_path(source, job), version, version) for job in mine]
+            known = [recorded(rollout.record_path(source, job), lambda r: r.more.get("weights_id") == weights_id())
+                     for job in mine]
             missing = [job for job, r in zip(mine, known) if r is None]
-            fresh = iter(make_runner(scripted or engine).run_all(missing, source, what, quiet=rank > 0)
+            fresh = iter(make_runner(scripted or server).run_all(missing, source, what, quiet=rank > 0)
                          if missing else ())
             return [next(fresh) if r is None else r for r in known]
         done = on_engines(run, folder, scripted)
@@ -897,17 +909,17 @@ def main(cfg: Config):
 
     def on_engines(run, folder: str, scripted=None) -> list:
         """What run() returns on each rank; where vLLM's engine has died in it, once more with a new one."""
-        nonlocal engine
+        nonlocal server
         mine = run()
-        is_dead = has_engine and scripted is None and engine.engine.errored
+        is_dead = has_engine and scripted is None and server.engine.errored
         done, deaths = zip(*gather((mine, is_dead), world, cfg.deadline_s))
         if not any(deaths): return done
         if is_gpu: torch.cuda.empty_cache()                 # what torch keeps for later a new engine needs now
         if is_dead:
             print(f"rank {rank}: vLLM's engine died during {folder}; its rollouts are run by another one", flush=True)
             if runner is not None: runner.stop()            # else its next rollouts would wait for a closed proxy
-            engine.close()
-            engine = make_engine("vllm")
+            server.close()
+            server = make_server("vllm")
         if memory: renew()                                  # else it has read the weights from the model's folder
         return gather(run() if is_dead else mine, world, cfg.deadline_s)
 
@@ -917,14 +929,15 @@ def main(cfg: Config):
         of others answer while the harness asks the same."""
         records = [rollout.record_path(out / "rollouts" / g.folder, job) for job in g.jobs]
         newest, g.is_begun = version if g.is_begun else at.get("version", -1), True
-        known = [recorded(record, g.born, newest) for record in records]
+        is_old = lambda c: not c.versions or g.born <= c.versions[0][0] and c.versions[-1][0] <= newest
+        known = [recorded(record, lambda r: r.temperature == cfg.temperature and any(c.versions for c in r.calls)
+                          and all(map(is_old, r.calls))) for record in records]
 
         def calls(record):
             try: r = tree.read(record)
             except (OSError, ValueError): return None
-            if r.temperature != cfg.temperature: return None
-            return [c for c in r.calls if c.finish not in tree.UNTRAINED_FINISH and c.versions
-                    and g.born <= c.versions[0][0] and c.versions[-1][0] <= newest] or None
+            return [c for c in r.calls if c.finish not in tree.UNTRAINED_FINISH and c.versions and is_old(c)
+                    and r.temperature == cfg.temperature] or None
         missing = [i for i, r in enumerate(known) if r is None]
         fresh = iter(runner.begin([g.jobs[i] for i in missing], out / "rollouts" / g.folder,
                                   [calls(records[i]) for i in missing]))
@@ -951,10 +964,11 @@ def main(cfg: Config):
         def run():
             nonlocal runner
             if not has_engine: return
-            if runner is None or runner.proxy is not engine:
+            if runner is None or runner.proxy is not server:
                 if runner is not None: runner.stop()
-                runner = make_runner(engine)
+                runner = make_runner(server)
                 for g in mine: g.futures = []
+            runner.weights_id = weights_id()
             for g in mine:
                 if not g.futures: begin_group(g)
             while sum(g.has_ended() for g in mine) < (len(mine) if is_last else shares[rank]):
@@ -989,14 +1003,14 @@ def main(cfg: Config):
                      ["--gpu-memory-utilization", "0.4", "--enable-sleep-mode"]), "--dtype", cfg.dtype,
                    "--seed", str((cfg.seed + 7919 * first) * world + rank),
                    *["--tensor-parallel-size", str(cfg.tp)] * (cfg.tp > 1), *shlex.split(cfg.engine_args)]
-    make_engine = lambda which: contextlib.nullcontext() if not has_engine else boundary.Proxy(
+    make_server = lambda which: contextlib.nullcontext() if not has_engine else boundary.Proxy(
         model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
-    engine = runner = None                                  # runner: of the rollouts that --carry_over lets go on
+    server = runner = None                                  # runner: of the rollouts that --carry_over lets go on
     try:
         # 5. the cold start is recorded first, by a scripted policy ----------------------------------------------------
         demos, is_cold = [], cfg.warmup_steps and not saved
         if is_cold:
-            with make_engine("scripted") as scripted:
+            with make_server("scripted") as scripted:
                 count, pool = cfg.warmup_steps * cfg.warmup_rollouts, sorted(train_tasks, key=lambda t: t.id)
                 order.shuffle(pool)
                 number = defaultdict(itertools.count)       # one of each category in turn: none is left out
@@ -1011,7 +1025,7 @@ def main(cfg: Config):
                 f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
         if is_gpu: torch.cuda.empty_cache()                 # vLLM looks at what is free, on neighbours' GPUs, too
         gather(None, world)
-        if has_engine: engine = make_engine("vllm")
+        if has_engine: server = make_server("vllm")
         log({} if saved else {"phase": "ready", "time_s": time.time() - begin},
             f"[{time.time() - begin:6.0f} s] {'engine up' if is_live else 'no engine'}; rollouts: {kind}")
         if saved: renew()
@@ -1025,7 +1039,7 @@ def main(cfg: Config):
                 f"nll {m['train/nll']:.3f} a token")
         if is_cold:
             opt.state.clear()                               # another objective: its moments would point elsewhere
-            version += 1
+            version, came_of = version + 1, after(demos)
             renew()
             evaluate("cold", cfg.eval_n)
 
@@ -1067,7 +1081,7 @@ def main(cfg: Config):
                        tokens_file=out / "tokens" / f"step-{step:04}.npz" if cfg.save_tokens else None,
                        ) if judged.any() else {}
             took("train")
-            version += 1
+            version, came_of = version + 1, after(rollouts)
             renew()
             if runner is not None: runner.go_on()
             took("weights")
@@ -1099,7 +1113,7 @@ def main(cfg: Config):
                 f"[{time.time() - begin:6.0f} s] checkpoint in {out / 'checkpoint'}")
     finally:
         if runner is not None: runner.stop()
-        if engine is not None: engine.close()
+        if server is not None: server.close()
         if wandb is not None: wandb.finish()
         sandbox.reap(run_id)
 

@@ -3,9 +3,10 @@
     python tree.py FILE.jsonl [--json]      explains one recorded rollout
 
 Record format 1, one JSONL file a rollout; keys of the header and the end that are not named here are kept in `more`:
-    {"type": "rollout", "format": 1, "id", "task", "harness", "model": str, "temperature": float, "started_s": time}
+    {"type": "rollout", "format": 1, "id", "task", "harness", "model": str, "temperature": float, "started_s": time,
+     "settings": {...}, of rollout.py and train.py: what a comparison should hold equal; "weights_id": of train.py}
     {"type": "call", "id": int, in order of arrival; the lines stand in order of completion
-     "kind": "main" | "subagent" | "compaction" | "side", "cause": null | why it forked (see DESIGN, fork causes)
+     "kind": "main" | "subagent" | "compaction" | "side", "cause": null | why it forked (graft.py lists the causes)
      "parent": null | id of an earlier line's call, "shared": n, "tail": [ids]
                                             prompt ids = (prompt + sampled ids of the parent)[:n] + tail
      "template": null | [parent, n, [ids]]  null: same as the prompt; else against the parent's template ids

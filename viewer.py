@@ -26,7 +26,8 @@ LOG_BYTES = 100_000                         # shown of each end of a log
 OUTCOMES = {"ok": "The harness ended normally", "overlong": "The harness ran out of turns or of its token budget",
             "timeout": "The agent's time limit ended it", "harness_error": "The harness ended with an error status",
             "verifier_error": "The verifier gave no reward", "infra_error": "Sandbox, image or disk failed",
-            "no_calls": "The harness never reached the model", None: "Not finished"}
+            "no_calls": "The harness never reached the model", "stale": "It outlived --max_staleness",
+            None: "Not finished"}
 
 
 # what the list needs of a record's line; token lists stay unparsed
@@ -49,17 +50,6 @@ def clean(x):
 
 whole_lines = lambda path: path.read_bytes().split(b"\n")[:-1]              # the last may be in the writing
 state_of = lambda path: (path.stat().st_mtime_ns, path.stat().st_size)
-
-
-class Record:
-    """A rollout's row in the list, and the state of the file that it was read from."""
-    def __init__(self, path: Path, id: str): self.path, self.id, self.stat, self.row = path, id, None, {}
-
-    def read_on(self) -> bool:
-        """-> has it changed?"""
-        if (stat := state_of(self.path)) == self.stat: return False
-        self.stat, self.row = stat, read_row(self.path, self.id)
-        return True
 
 
 def read_row(path: Path, id: str) -> dict:
@@ -92,35 +82,35 @@ def read_row(path: Path, id: str) -> dict:
 
 class Run:
     def __init__(self, root: Path, name: str):
-        self.root, self.name, self.records, self.metrics, self.config, self.gen = root, name, {}, [], {}, 0
-        self.metrics_stat, self.metrics_gen = None, 0
+        self.root, self.name, self.rows, self.metrics, self.config, self.gen = root, name, {}, [], {}, 0
+        self.states, self.metrics_gen = {}, 0               # of files when they were read; rows: by record
 
     def refresh(self, gen: int) -> bool:
         """Reads what is new and marks it, and the run, with gen. -> is anything?"""
         before, config, metrics = self.gen, self.root / "config.json", self.root / "metrics.jsonl"
         if not self.config and config.is_file():
             with contextlib.suppress(ValueError): self.config, self.gen = json.loads(config.read_text()), gen
-        if metrics.is_file() and (stat := state_of(metrics)) != self.metrics_stat:
-            self.metrics, self.metrics_stat, self.metrics_gen, self.gen = [], stat, gen, gen
+        if metrics.is_file() and (state := state_of(metrics)) != self.states.get(metrics):
+            self.metrics, self.states[metrics], self.metrics_gen, self.gen = [], state, gen, gen
             for text in whole_lines(metrics):
                 with contextlib.suppress(ValueError): self.metrics.append(clean(json.loads(text)))
         for path in self.root.rglob("*.jsonl"):
             with contextlib.suppress(FileNotFoundError):
-                if path not in self.records:
+                if (state := state_of(path)) == self.states.get(path): continue
+                if path not in self.rows:
                     with open(path, "rb") as f: head = f.readline()
                     if not re.match(rb'\s*\{\s*"type":\s*"rollout".*\n', head): continue      # no record, or not yet
                 id = path.relative_to(self.root).as_posix().removesuffix(".jsonl")
-                record = self.records.get(path) or Record(path, id)
-                if record.read_on(): self.records[path], record.row["gen"], self.gen = record, gen, gen
+                self.rows[path], self.states[path], self.gen = read_row(path, id) | {"gen": gen}, state, gen
         return self.gen > before
 
     def news(self, since: int) -> dict:
-        rows = [x.row for x in self.records.values()]
-        own = [SimpleNamespace(**x) for x in rows if x["folder"] != "demonstrations"]    # these are no evidence
-        return {"name": self.name, "config": self.config, "rows": [x for x in rows if x["gen"] > since],
+        own = [x for x in self.rows.values() if x["folder"] != "demonstrations"]        # these are no evidence
+        of = lambda harness: [SimpleNamespace(**x) for x in own if x["harness"] == harness]
+        return {"name": self.name, "config": self.config, "rows": [x for x in self.rows.values() if x["gen"] > since],
                 "metrics": self.metrics if self.metrics_gen > since else None,
-                "health": health(self.config, self.metrics, [vars(x) for x in own]),
-                "summary": {h: rollout.summary([x for x in own if x.harness == h]) for h in {x.harness for x in own}}}
+                "health": health(self.config, self.metrics, own),
+                "summary": {h: rollout.summary(of(h)) for h in {x["harness"] for x in own}}}
 
 
 # --- what to say of it ------------------------------------------------------------------------------------------------
@@ -194,7 +184,7 @@ def why(row: dict, verifier: str, left_out: dict) -> list:
 
 # --- what it reads ----------------------------------------------------------------------------------------------------
 @lru_cache(8)
-def load(path: Path, mtime_ns: int): return tree.read(path)
+def load(path: Path, mtime_ns: int): return tree.read(path)          # mtime_ns: the cache forgets what has changed
 
 
 @lru_cache(2)
@@ -237,8 +227,8 @@ def logs(path: Path) -> tuple:
     raw = path.read_bytes()
     if (more := len(raw) - 2 * LOG_BYTES) > 0:
         raw = raw[:LOG_BYTES] + f"\n[... {more:,} bytes left out ...]\n".encode() + raw[-LOG_BYTES:]
-    harness, _, verifier = ("\n" + raw.decode(errors="replace")).rpartition("\n=== verifier\n")
-    return (harness if _ else verifier).removeprefix("\n"), verifier if _ else ""
+    harness, mark, verifier = ("\n" + raw.decode(errors="replace")).rpartition("\n=== verifier\n")
+    return (harness if mark else verifier).removeprefix("\n"), verifier if mark else ""
 
 
 # --- the answers, as JSON-able objects; an export holds the same ------------------------------------------------------
@@ -266,20 +256,20 @@ class Viewer:
             return clean({"boot": self.boot, "gen": self.gen, "runs": runs})
 
     def find(self, id: str) -> tuple:
-        """-> run, its row's Record, the record itself, what training wrote of its tokens."""
+        """-> run, path of the record, the record, what training wrote of its tokens."""
         run, _, name = id.partition("/")
         run = self.runs.get(run)
-        entry = run and run.records.get(run.root / f"{name}.jsonl")
-        if not entry: raise LookupError(f"no rollout {id}")
-        record = load(entry.path, entry.path.stat().st_mtime_ns)
-        return run, entry, record, token_columns(run, entry.row["folder"], record)
+        path = run and run.root / f"{name}.jsonl"
+        if not run or path not in run.rows: raise LookupError(f"no rollout {id}")
+        record = load(path, path.stat().st_mtime_ns)
+        return run, path, record, token_columns(run, run.rows[path]["folder"], record)
 
     def rollout(self, id: str) -> dict:
-        run, entry, record, columns = self.find(id)
-        row, built, by_id = entry.row, tree.build(record), {c.id: c for c in record.calls}
+        run, path, record, columns = self.find(id)
+        row, built, by_id = run.rows[path], tree.build(record), {c.id: c for c in record.calls}
         text = lambda ids: "".join(self.text(record.model, ids))
         in_loss = {i for a in built.call for i in a.tolist()}
-        harness_log, verifier = logs(entry.path.with_suffix(".log"))
+        harness_log, verifier = logs(path.with_suffix(".log"))
         mean = lambda x: x[~np.isnan(x)].mean().item() if not np.isnan(x).all() else None
 
         def show(c):
@@ -292,8 +282,7 @@ class Viewer:
                              "now": text(c.prompt_ids[n:n + 48])} if c.cause and parent else None,
                     "reply": text(c.sampled_ids[:200]), "adv": mean(column["adv"]) if column else None,
                     "gap": mean(abs(column["old"] - c.logp_rollout)) if column else None}
-        group = [x.row["id"] for x in run.records.values()
-                 if all(x.row[k] == row[k] for k in ("folder", "task", "harness"))]
+        group = [x["id"] for x in run.rows.values() if all(x[k] == row[k] for k in ("folder", "task", "harness"))]
         told = f"no tokenizer.json for model {record.model}: tokens are shown as their ids; give --tokenizer DIR"
         return clean({"row": row | {"run": run.name}, "calls": [show(c) for c in record.calls], "group": sorted(group),
                       "num_unique": built.num_unique, "num_flat": built.num_flat, "num_trained": built.num_trained,
@@ -317,12 +306,12 @@ class Viewer:
     def search(self, run: str, q: str, after="0") -> dict:
         """Rollouts whose logs or replies hold q (any case), from the after-th on; next: where it had to stop."""
         if run not in self.runs: raise LookupError(f"no run {run}")
-        hits, begin, records = [], time.monotonic(), sorted(self.runs[run].records.items(), reverse=True)
-        for i, (path, entry) in enumerate(records[int(after):], int(after)):
+        hits, begin, records = [], time.monotonic(), sorted(self.runs[run].rows.items(), reverse=True)
+        for i, (path, row) in enumerate(records[int(after):], int(after)):
             if time.monotonic() - begin > 2: return {"hits": hits, "next": i, "of": len(records)}
             for where, text in {"log": "\n".join(logs(path.with_suffix(".log"))), **self.replies(path)}.items():
                 if (at := text.lower().find(q.lower())) >= 0:
-                    hits.append({"id": entry.row["id"], "where": where, "text": text[max(0, at - 60):at + 100]})
+                    hits.append({"id": row["id"], "where": where, "text": text[max(0, at - 60):at + 100]})
                     break
         return {"hits": hits, "next": None, "of": len(records)}
 
@@ -386,8 +375,6 @@ def export(viewer: Viewer, file: Path, limit: int):
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def __init__(self, viewer: Viewer, host: str, port: int):
         super().__init__((host, port), Handler)
         self.viewer, self.is_local = viewer, host in LOOPBACK

@@ -9,8 +9,9 @@ links  ValueError for setuid files, devices, fifos and symbolic links out of the
 """
 import posixpath, re, sys
 
-# Empties a folder ($0) but for what `find` matches ("$@"; with $1 PATH's folders and virtual environments, too), which
-# it prints, after L, path and target of the links that are there. Makes the verifier's folder, for any user.
+# sh -c CLEAR FOLDER DEEP WORDS...: empties FOLDER but for what find's WORDS match and, where DEEP is not empty, PATH's
+# folders and virtual environments in it. Prints, each ended by NUL, "L<path>\n<target>" of every link, then the paths
+# that stay. Makes /logs/verifier, for any user.
 CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
 cd "$0" 2> /dev/null || exit 0
 find . -type l -printf 'L%P\n%l\0' 2> /dev/null

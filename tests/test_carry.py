@@ -164,7 +164,7 @@ def test_a_call_over_an_update_is_each_version_s_own(real, connect, tiny):
     real.sleep()
     held = sampled()
     second.start()
-    while not other.num_started: time.sleep(0.01)
+    while not other.seen: time.sleep(0.01)
     time.sleep(1)
     assert sampled() == held and not session.calls and not other.calls
     hand_over(real, new, version + 1)
@@ -197,7 +197,7 @@ def test_a_hold_costs_no_agent_its_time(scripted, tmp_path, bubblewrap):
     second, = runner.begin([rollout.Job(task, "bash", 1, script)], tmp_path)
     time.sleep(6)
     assert not first.done() and not second.done() and runner.boxes[0].folder and not runner.boxes[1].folder
-    scripted.call(scripted.engine.resume_generation())
+    scripted.wait_for(scripted.engine.resume_generation())
     runner.go_on()
     for done in (first.result(60), second.result(60)): assert done.outcome == "ok" and done.seconds["agent"] < 4, done
     runner.stop()

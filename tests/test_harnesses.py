@@ -238,7 +238,7 @@ def test_compaction_in_time(name, roomy, bubblewrap, tmp_path):
     assert set(causes(record)[first:]) <= {None, "compaction"}, record
 
 
-LIMITS = {"calls": {"max_calls": 2}, "tokens": {"max_session_tokens": 100},
+LIMITS = {"calls": {"max_calls": 2}, "tokens": {"max_rollout_tokens": 100},
           "time": {"toml": "[agent]\ntimeout_sec = 12"}}
 
 
@@ -377,7 +377,7 @@ def test_a_spent_budget_is_told_once(tmp_path):
     told = []
     session = proxy.Session("s", tmp_path / "s.jsonl", max_calls=1, when_spent=lambda: told.append(session.is_spent))
     assert session.problem() is None and not session.is_spent
-    session.num_started = 1
+    session.seen.append(None)
     for _ in range(3): assert session.problem() == "this session has used up its 1 calls"
     assert told == [False] and session.is_spent
 

@@ -330,7 +330,7 @@ def test_tool_calls_are_parsed_from_the_whole_reply(scripted, connect):
 def test_budgets(scripted, connect):
     """Would catch a session that samples on past what the run allows it, or an answer that SDKs repeat."""
     by_calls = connect(scripted, ["a"] * 9, max_calls=2)
-    by_tokens = connect(scripted, ["a b"] * 9, max_session_tokens=3)
+    by_tokens = connect(scripted, ["a b"] * 9, max_rollout_tokens=3)
     for session, allowed in (by_calls, 2), (by_tokens, 1):
         client = connect.client(session)
         answers = [ask(client) for _ in range(4)]
@@ -358,7 +358,7 @@ def test_a_prompt_asked_again_is_another_sample(scripted, connect, path):
                 got += piece
                 if LAST[path] in got: break
         told.append(got.decode())
-    assert not session.orphans and session.num_started == 12
+    assert not session.orphans and len(session.seen) == 12
     assert all(str(i) in "".join(re.findall(r'(?:text|delta|content)"\s*:\s*"([^"]*)', t)) for i, t in enumerate(told))
 
 
@@ -373,7 +373,7 @@ def slow(scripted):
     try: yield
     finally:
         core.__class__ = Slow.__bases__[0]
-        for request in waiting: scripted.call(core.add_request_async(request))
+        for request in waiting: scripted.wait_for(core.add_request_async(request))
 
 
 def test_two_lost_connections_with_one_prompt(scripted, connect):
@@ -392,7 +392,7 @@ def test_two_lost_connections_with_one_prompt(scripted, connect):
         for t in threads: t.start()
         time.sleep(0.5)
     for t in threads: t.join(20)
-    assert sorted(answers) == ["one", "two"] and session.num_started == 2 and not session.orphans
+    assert sorted(answers) == ["one", "two"] and len(session.seen) == 2 and not session.orphans
     assert len(session.seen) == 2                           # no second entry for a call that was taken over
     assert [s.num_tool_calls for s in session.seen] == [0, 0]       # and what was parsed of its reply is known of it
 
@@ -410,7 +410,7 @@ def test_a_request_under_way_when_its_session_ends(scripted, connect):
         raw.connect(session.address)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         raw.sendall(head.encode() + body[:9])
-        while session.num_started == 0: time.sleep(0.01)
+        while len(session.seen) == 0: time.sleep(0.01)
         time.sleep(0.2)
         scripted.close_session(session)
         assert not session.running and len(session.calls) == 1
@@ -419,7 +419,7 @@ def test_a_request_under_way_when_its_session_ends(scripted, connect):
         while not answer.endswith(b"}"): answer += raw.recv(500)
         assert answer.startswith(b"HTTP/1.1 400") and b"this session is finished" in answer
     call, = tree.read(session.record).calls
-    assert call.finish == "abort" and session.num_started == 1
+    assert call.finish == "abort" and len(session.seen) == 1
 
 
 def test_half_an_emoji(scripted, connect):
@@ -646,7 +646,7 @@ def test_routing_of_experts(scripted, connect):
     class Mixture(type(core)):
         async def add_request_async(self, request):
             ids = [*scripted.tokenizer.encode("a b c"), scripted.tokenizer.eos_token_id]
-            num = len(request.prompt_token_ids) + len(ids) - 1 - (session.num_started == 3)
+            num = len(request.prompt_token_ids) + len(ids) - 1 - (len(session.seen) == 3)
             out = EngineCoreOutput(request.request_id, ids, finish_reason=FinishReason.STOP,
                                    routed_experts=experts(num))
             self.outputs.put_nowait(EngineCoreOutputs(outputs=[out], timestamp=time.monotonic()))
@@ -1170,7 +1170,7 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
         def load(buckets, _):                               # and nothing is cleared
             for step, args in itertools.chain(
                     [("begin_load", ())], (("load_bucket", b) for b in buckets), [("end_load", ())]):
-                real.call(real.engine.collective_rpc(step, args=args))
+                real.wait_for(real.engine.collective_rpc(step, args=args))
         hand_over(types.SimpleNamespace(load_weights=load), dict(model.named_parameters()), 0)
     ill, well = talk("List", 0.6 if fault == "temperature" else 1.), talk(f"For {fault} count")
     if fault == "stale cache": hand_over(real, old, version + 1)
@@ -1207,7 +1207,7 @@ def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, 
     weights = {n: p.detach() for n, p in trainer(tiny).named_parameters()}
     thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=900, stream=stream))
     thread.start()
-    while session.num_started == 0: time.sleep(0.01)
+    while len(session.seen) == 0: time.sleep(0.01)
     time.sleep(0.4)
     hand_over(real, weights, version + 1)
     thread.join(60)
@@ -1242,9 +1242,9 @@ def test_a_client_that_leaves(real, connect, stream):
 @contextlib.contextmanager
 def held(proxy_):
     """The engine holds all requests, as during an update."""
-    proxy_.call(proxy_.engine.pause_generation(mode="keep"))
+    proxy_.wait_for(proxy_.engine.pause_generation(mode="keep"))
     try: yield
-    finally: proxy_.call(proxy_.engine.resume_generation())
+    finally: proxy_.wait_for(proxy_.engine.resume_generation())
 
 
 @pytest.mark.parametrize("first, second", [(True, False), (False, True), (True, True)])
@@ -1255,7 +1255,7 @@ def test_a_client_that_comes_back(real, connect, first, second):
     with held(real):
         with pytest.raises(httpx.ReadTimeout): ask(connect.client(session), max_tokens=5, stream=first, timeout=0.5)
         time.sleep(0.2)
-        assert session.num_started == 1 and len(session.orphans) == 1
+        assert len(session.seen) == 1 and len(session.orphans) == 1
         answers = []
         thread = threading.Thread(target=lambda: answers.append(ask(connect.client(session), max_tokens=5,
                                                                     stream=second)))
@@ -1264,7 +1264,7 @@ def test_a_client_that_comes_back(real, connect, first, second):
     thread.join(30)
     call, = tree.read(session.record).calls
     assert answers[0].status_code == 200 and call.finish == "length" and len(call.sampled_ids) == 5
-    assert session.num_started == 1 and not session.orphans
+    assert len(session.seen) == 1 and not session.orphans
 
 
 def test_two_live_equal_requests_are_two_samples(real, connect):
@@ -1308,9 +1308,9 @@ def test_time_runs_out_in_the_middle_of_a_call(real, tmp_path, bubblewrap):
     when the time limit ends the agent while the engine samples (here: is held, as during an update)."""
     task = rollout.load_task(make_task(tmp_path / "task", toml="[agent]\ntimeout_sec = 2"), "task", {})
     runner = rollout.Runner(real, "bubblewrap", "test-late", temperature=1.0)
-    real.call(real.engine.pause_generation(mode="keep"))
+    real.wait_for(real.engine.pause_generation(mode="keep"))
     try: done = runner.run(rollout.Job(task, "bash"), tmp_path)
-    finally: real.call(real.engine.resume_generation())
+    finally: real.wait_for(real.engine.resume_generation())
     lines = [json.loads(line)["type"] for line in open(rollout.record_path(tmp_path, rollout.Job(task, "bash")))]
     assert lines == ["rollout", "call", "end"] and done.outcome == "timeout" and done.reward == 1
     assert done.calls[0].finish == "abort"

@@ -685,13 +685,14 @@ def command(*words, **env):
 
 def test_compare_command(tmp_path, capsys):
     """Would catch folders that are paired by anything but the task and the harness, a run whose last evaluation is not
-    the one taken, rollouts without a reward in the rates, and folders with nothing in common told as a result."""
+    the one taken, rollouts without a reward in the rates, folders with nothing in common told as a result, and ones
+    that were sampled otherwise compared without a word."""
     def record(folder, task, harness, rewards):
         for i, reward in enumerate(rewards):
             path = folder / f"{task}.{harness}.{i}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             head = {"type": "rollout", "format": 1, "id": path.stem, "task": task, "harness": harness, "model": "m",
-                    "temperature": 1.0, "started_s": 0.0}
+                    "temperature": 1.0, "started_s": 0.0, "settings": {"max_tokens": 48 + (folder.name == "a")}}
             end = {"type": "end", "outcome": "ok", "reward": reward}
             path.write_text(json.dumps(head) + "\n" + json.dumps(end) + "\n")
     for i in range(6):
@@ -708,6 +709,7 @@ def test_compare_command(tmp_path, capsys):
     assert one["a"] == pytest.approx(1 / 12) and one["b"] == 1 and one["p"] == pytest.approx(2 / 2**6)
     result = command("rollout.py", "compare", tmp_path / "a", tmp_path / "run")
     assert result.returncode == 0 and "B - A +91.7 points" in result.stdout, result
+    assert result.stderr == "warning: max_tokens was 49 in A, 48 in B: not the same test\n"
     record(tmp_path / "other", "t0", "codex", [1])
     for folder, says in ((tmp_path / "other", "no task that both"), (tmp_path / "none", "no records")):
         with pytest.raises((ValueError, OSError), match=says):

@@ -216,7 +216,7 @@ def credited(rewards, group=None, logp=0., ref=0., value=0., **flags):
     cfg = loop.Config(max_model_len=8, **flags)
     trees = [tree.build(forked(r, [[7, 8], [9]])) for r in rewards]
     batch = loop.make_batch(trees, 0)
-    full = lambda x: torch.full((len(batch.rollout),), x)
+    full = lambda x: torch.tensor(x).expand(len(batch.rollout))
     group = torch.zeros(len(rewards), dtype=torch.long) if group is None else torch.tensor(group)
     norm = algos.token_weights(batch.rollout, len(rewards), cfg.loss_mean)
     old = {"logp": full(logp), "ref": full(ref), "value": full(value)}
@@ -237,6 +237,9 @@ def test_credit_by_hand():
     none = {"algo": "reinforce", "baseline": "none"}
     assert credited([1., 0.], overlong_buffer=6, **none)[0] == near([1 - 2 / 6] * 3 + [-2 / 6] * 3)
     assert credited([1., 0.], logp=-1., ref=-1.5, kl_reward=.1, **none)[0] == near([.85] * 3 + [-.15] * 3)
+    unlike = {"logp": [-1.] * 3 + [-2.] * 3, "ref": -1.5, "kl_reward": .1}
+    assert credited([1., 1.], **unlike)[0] == near([-.15] * 3 + [.15] * 3), "KL alone, and times what was asked"
+    assert credited([1., 0.], **unlike)[0] == near([.85] * 3 + [-.85] * 3), "std_norm is of the rewards, 0.5"
     ppo = {"algo": "ppo", "value": .25, "whiten": False}
     assert credited([1., 0.], **ppo) == ([.75] * 3 + [-.25] * 3, [1.] * 3 + [0.] * 3)
     assert credited([1.], gamma=.5, **ppo)[1] == [.5, 1., 1.], "the second token of a path, and a path of one, end it"
@@ -605,6 +608,31 @@ def test_killed_at_any_point_and_resumed(tiny, tasks, learnt, launch, tmp_path, 
     check()
 
 
+def test_a_resumed_run_reads_what_its_weights_sampled(learnt, tasks, tmp_path):
+    """Would catch rollouts that are sampled again although they are there, and ones that other weights sampled taken
+    for the present ones': after a rollout that was learnt from is run again, or a flag changes."""
+    out = tmp_path / "run"
+    at = lambda found, step: {p.name: s for p, s in found.items() if p.parent.name == f"step-{step:04}"}
+
+    def go(*flags):
+        """From the state after the first of three steps, if there is one -> when each recorded rollout began."""
+        for name in ("checkpoint", "saved/step-0002", "saved/step-0003"): shutil.rmtree(out / name, ignore_errors=True)
+        status, stderr, _ = train(learnt[0] / "checkpoint", tasks, out, "--resume", "--save_every=1", "--keep_saved=3",
+                                  "--steps=3", "--lr=1e-4", *flags)
+        assert status == 0, stderr[-3000:]
+        return {p: tree.read(p).started_s for p in (out / "rollouts").glob("step-*/*.jsonl")}
+    first = go()
+    assert len(first) == 24 and go("--eval_n=3", "--num_parallel=4") == first
+    broken = sorted(p for p in first if p.parent.name == "step-0001")[0]
+    broken.write_text(re.sub(r'"outcome": "\w+"', '"outcome": "infra_error"', broken.read_text()))
+    second = go()
+    assert at(second, 0) == at(first, 0)
+    assert {p for p in at(first, 1) if at(second, 1)[p] != at(first, 1)[p]} == {broken.name}
+    assert not set(at(second, 2).values()) & set(at(first, 2).values())
+    third = go("--clip_high=0.3")
+    assert at(third, 0) == at(first, 0) and not set(third.values()) & {*at(second, 1).values(), *at(second, 2).values()}
+
+
 @pytest.mark.slow
 def test_two_nodes(tiny, tasks, learnt, launch, tmp_path):
     """Would catch what holds on one machine alone: ranks that find each other by local names or ports, a run folder
@@ -660,7 +688,7 @@ def test_a_killed_run_and_a_dead_engine(learnt, tasks, tmp_path):
     deadline = time.monotonic() + 60
     while alive(marker) and time.monotonic() < deadline: time.sleep(0.1)
     assert not alive(marker)
-    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, out, *words[-4:])
+    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, out, *words[-4:], is_quick=False)     # the same flags
     assert status == 0, stderr[-3000:]
     assert all(p.read_text() == text for p, text in ended.items())
     rl = [r for r in rows if r["phase"] == "rl"]

@@ -120,20 +120,21 @@ def test_list_agrees_with_the_tree(tmp_path):
     for i in range(30):
         calls = grown(rng, int(rng.integers(1, 8)))
         raw = write(tmp_path / "whole.jsonl", calls, {"id": str(i)}).read_bytes()
-        path = tmp_path / f"r{i}.jsonl"
+        path = tmp_path / f"run{i}" / "r.jsonl"
+        path.parent.mkdir()
         cuts = sorted({*rng.integers(1, len(raw), 5).tolist(), len(raw)})
         path.write_bytes(raw[:cuts[0]])
-        record = viewer.Record(path, path.stem)
+        run = viewer.Run(tmp_path / f"run{i}", "run")
         for a, b in zip([0] + cuts, cuts):
             with open(path, "ab") as f: f.write(raw[max(a, cuts[0] if a else b):b])
-            record.read_on()
-        row, whole = record.row, tree.read(path)
+            run.refresh(b)
+        row, whole = run.rows[path], tree.read(path)
         forks = tree.build(whole).forks
         assert {k: tuple(v) for k, v in row["forks"].items()} == forks
         assert row["cost"] == sum(cost for _, cost in forks.values())
         assert (row["calls"], row["sampled"], row["tokens"]) == (
             len(calls), sum(len(c.sampled_ids) for c in calls), max(len(c.ids) for c in calls))
-        assert row["outcome"] == "ok" and "error" not in row and not record.read_on()
+        assert row["outcome"] == "ok" and "error" not in row and not run.refresh(len(raw) + 1)
 
 
 def test_only_news_is_sent_and_no_record_is_opened_for_a_list(tmp_path):

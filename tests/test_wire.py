@@ -119,7 +119,7 @@ def test_openclaw_with_its_tails_kept(roomy_proxy, connect):
     """Would catch tails that are put back at another place or not at all: the chain would still break."""
     path = next(p for p in WIRE if "openclaw-mix" in p.name)
     _, forking = replay(path, roomy_proxy, connect)
-    _, stable = replay(path, roomy_proxy, connect, keep_tail=True)
+    _, stable = replay(path, roomy_proxy, connect, openclaw_stable=True)
     assert [c.cause for c in stable.calls] == [None] * 5 and len(tree.build(stable).paths) == 1
     cost = lambda record: sum(n for _, n in tree.build(record).forks.values())
     assert cost(stable) == 0 < cost(forking)
