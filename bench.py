@@ -361,8 +361,8 @@ async def converse(addresses: list, num_words: int, num_calls: int, num_added=0)
 
 
 def compare_servers(model: str, loads: list, least_s: float) -> list:
-    """loads: (clients, words of the first message, words that each call adds, calls) -> a row each: medians of 3 rounds, or
-    up to 9 in least_s seconds, behind one to warm up; of a session, whose calls take seconds, 1 will do."""
+    """loads: (clients, words of the first message, words that each call adds, calls) -> a row each: medians of 3 to 9
+    rounds, as many as fit into least_s, behind one to warm up; of a session, whose calls take seconds, of 1 or more."""
     rows, context = [], 512 + max(words + num_calls * (64 + added) for _, words, added, num_calls in loads)
     with (tempfile.TemporaryDirectory() as tmp,
           make_engine(random_model(f"{tmp}/model") if model == "two-layer" else model, context) as proxy):

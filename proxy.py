@@ -47,7 +47,8 @@ HARNESS_CHOOSES = ("stop", "stop_token_ids", "include_stop_str_in_output", "skip
 # what no agent needs: prompts by token id, templates, salts, priorities, answers kept on the server
 NOT_FOR_HARNESSES = ("kv_transfer_params", "ec_transfer_params", "request_id", "priority", "cache_salt",
                      "chat_template", "echo", "add_generation_prompt", "continue_final_message", "prompt_logprobs",
-                     "background", "previous_response_id")
+                     "background", "previous_response_id", "logprob_token_ids")
+NOT_FOR_VLLM = (b"content-type", b"x-data-parallel-rank")       # headers that it would heed
 SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-session-id")
 MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_CONNECTIONS = 64 * 2**20, 2**20, 128        # connections: of a session
 FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
@@ -172,6 +173,7 @@ class Session:
 # --- the recording engine ---------------------------------------------------------------------------------------------
 def make_recorder():
     """vLLM is imported late: `--help` and bad arguments answer at once."""
+    from vllm.exceptions import VLLMClientError
     from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -214,6 +216,8 @@ def make_recorder():
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
                 call.num_logprobs, p.logprobs = p.logprobs, p.logprobs or 0     # 0: that of the sampled token alone
                 p.skip_clone = True                         # it is nobody else's
+                c = self.vllm_config                        # the request's own fault begins no call
+                p.verify(self.model_config, c.speculative_config, c.structured_outputs_config, self.get_tokenizer())
                 call.id, call.answered_by = len(session.seen), call
                 session.seen.append(call)
                 call.task = asyncio.create_task(self.sample(call, prompt, p, request_id, kw, old))
@@ -239,14 +243,17 @@ def make_recorder():
                 if old is not None:
                     first_s, ids, logp, versions = time.time(), list(old.sampled_ids), old.logp_rollout, old.versions
                     finish, routing = old.finish, old.routing
-                    text = self.get_tokenizer().decode(ids, skip_special_tokens=True)
+                    ends = {self.get_tokenizer().eos_token_id, *(p.stop_token_ids or ())}
+                    said = ids[:-1] if finish == "stop" and ids and ids[-1] in ends else ids
+                    text = self.get_tokenizer().decode(said, skip_special_tokens=p.skip_special_tokens)
+                    text = text.rstrip("\ufffd")            # half a character, which a live call does not tell
                     logprobs = [{t: Logprob(x)} for t, x in zip(ids, logp)]
                     return RequestOutput("replay", None, list(call.prompt_ids), None, [CompletionOutput(
                         0, text, ids, None, logprobs, finish_reason=finish)], True)
                 async for out in super().generate(prompt, p, request_id, **kw): reply = out.outputs[0]
                 finish, routing = reply.finish_reason, reply.routed_experts
                 return out
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, VLLMClientError):
                 finish = "abort"
                 raise
             finally:
@@ -469,7 +476,7 @@ class Front:
         tasks = [asyncio.create_task(watch())]
         timer = asyncio.get_running_loop().call_later(
             FIRST_SIGN_S, lambda: tasks.append(asyncio.create_task(answer.live())))
-        scope["headers"] = [*(h for h in scope["headers"] if h[0] != b"content-type"),
+        scope["headers"] = [*(h for h in scope["headers"] if h[0] not in NOT_FOR_VLLM),
                             (b"content-type", b"application/json")]
         try: await self.app(scope, inner_receive, answer.send)
         except Exception as e:                              # raised on, it would end a connection that may be in use
@@ -743,7 +750,8 @@ class Proxy:
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
         eos_ids = {self.tokenizer.eos_token_id}
-        decode = lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True)     # what a harness was told
+        decode = lambda ids: self.tokenizer.decode(         # what a harness was told: no half of a character
+            list(ids), skip_special_tokens=True).rstrip("\ufffd")
 
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
             call = CALL.get()
@@ -772,6 +780,8 @@ class Proxy:
                 n = tree.lcp(call.prompt_ids, call.template_ids)        # to make lists of arrays takes longest of all
                 prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
+            is_again = any(o.template_ids == call.template_ids and o.tools == call.tools for o in session.orphans)
+            if not is_again and (problem := session.problem()): raise ValueError(problem)     # not yet a stream
             call.kind = graft.kind_of(call, session, messages)
             reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
             for s in session.seen:                          # it may tell what an earlier one was
@@ -809,17 +819,24 @@ class Proxy:
     def orphan(self, session: Session, call: Pending):
         """Nobody listens to it any more: for `grace_s` an equal request may take it over, then it is aborted."""
         if call in session.orphans or call.task.done() and (call.task.cancelled() or call.task.exception()): return
-
-        def expire():
-            if call in session.orphans: session.orphans.remove(call)
-            call.task.cancel()                              # does nothing where it is done
-        call.expiry = self.loop.call_later(0 if session.is_ended else self.grace_s, expire)
+        call.expiry = self.loop.call_later(0 if session.is_ended else self.grace_s, self.lose, session, call)
         session.orphans.append(call)
+
+    def lose(self, session: Session, call: Pending):
+        """Nobody came back for it. It is aborted; where it was whole by then, it is not trained either: nothing can
+        follow from what nobody was told."""
+        if call not in session.orphans: return
+        session.orphans.remove(call)
+        call.expiry.cancel()
+        if not call.task.done(): call.task.cancel()
+        elif not any(s.continues == call.id for s in session.seen): session.retype(call, "side")
 
     def end_session(self, session: Session):
         """From here on the session's requests get 403. Its socket stays: a sandbox may still mount it."""
         session.is_ended = True
         self.sessions.pop(session.address, None)
+        lose_all = lambda: [self.lose(session, call) for call in list(session.orphans)]
+        if self.thread.is_alive(): self.loop.call_soon_threadsafe(lose_all)
 
     def close_session(self, session: Session):
         """Ends it, aborts what runs, and waits until that is on record."""

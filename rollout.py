@@ -136,6 +136,8 @@ def refuse_unsupported(toml: Settings):
             "[environment] mcp_servers": box.get("mcp_servers"), "[environment] healthcheck": box.get("healthcheck"),
             f"[environment] os = {box.get('os')}": str(box.get("os", "linux")).lower() != "linux",
             "[verifier.environment]": toml["verifier"].get("environment"),
+            "[verifier] environment_mode = separate": toml["verifier"].get("environment_mode") == "separate",
+            "[[verifier.collect]]": toml["verifier"].get("collect"),
             "network_mode = allowlist": box.get("network_mode") == "allowlist"}.items():
         if is_there: toml.wrong(what, "this is not supported, leave the task out")
     if compose := sorted(toml.path.glob("environment/*compose.y*ml")):
@@ -169,7 +171,7 @@ def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task
               "disk_mb": toml.megabytes("storage", 10240)}
     return Task(id, path, instruction, env, toml.number("agent", "timeout_sec", 600),
                 toml.number("verifier", "timeout_sec", 600), limits, str(toml["metadata"].get("category") or id), mode,
-                {s: str(toml[s].get("user") or "") for s in ("agent", "verifier")},
+                {s: str(toml[s].get("user", "")) for s in ("agent", "verifier")},
                 {s: toml.variables(s) for s in ("verifier", "solution")},
                 tuple(a["source"] if isinstance(a, dict) else str(a) for a in toml.get("artifacts", [])))
 
@@ -282,6 +284,7 @@ class Runner:
         for box in [x for x in self.boxes if x.thread == threading.get_ident()]: self.boxes.remove(box)
         with open(record, "a") as f:
             end |= {"seconds": seconds, "sandbox": self.kind, "verify": mode}
+            if session is not None and session.diverged: end["replay_diverged"] = session.diverged
             f.write(json.dumps({"type": "end"} | end) + "\n")
         return tree.read(record)
 
@@ -490,7 +493,7 @@ def parse_reward(text: str, is_json: bool, weights: dict | None) -> tuple:
     if not is_json: return float(text), {}
     named = {k: float(v) for k, v in json.loads(text).items()
              if isinstance(v, (int, float)) and not k.startswith("call_")}
-    return sum(w * named[k] for k, w in (weights or {"reward": 1.}).items()), named
+    return math.fsum(w * named[k] for k, w in (weights or {"reward": 1.}).items()), named
 
 
 def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
@@ -789,6 +792,7 @@ def main(args):
         width = max((len(r.task) for _, r in wrong), default=0)
         for job, r in wrong[:None if name in WITHOUT_MODEL else 20]:
             why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), job))
+            why = why.encode(errors="backslashreplace").decode()        # names of files need be no UTF-8
             print(f"  {r.task:{width}}  {r.outcome:14} reward {r.reward}  {why}")
         if wrong: print(f"  what agents and verifiers printed: {args.out}/*.log")
         (Path(args.out) / f"summary.{name}.json").write_text(json.dumps(s))

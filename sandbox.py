@@ -80,7 +80,7 @@ class Result:
 # ---- tasks: environment/Dockerfile ----
 
 # Lines that can be applied at start: no variables, flags, wildcards, stages or here-documents.
-PLAIN = re.compile(r"(?i)(FROM|WORKDIR)\s+[^\s$-][^\s$]*|COPY\s+(?=[^\s\[-])[^$*?\\<\[]*|ENV\s+\w+=[^$\\]*")
+PLAIN = re.compile(r"(?i)(FROM|WORKDIR)\s+[^\s$'\"-][^\s$'\"]*|COPY\s+(?=[^\s\[-])[^$*?\\<\[]*|ENV\s+\w+=[^$\\]*")
 
 
 def environment(task_dir, base_images=None, docker_image=None):
@@ -110,6 +110,7 @@ def environment(task_dir, base_images=None, docker_image=None):
             env.env |= dict(pair.split("=", 1) for pair in shlex.split(rest))
         elif word == "COPY" and not env.dockerfile:
             env.copies += _copies(folder, rest.split(), env.workdir or "/")
+    if env.dockerfile: env.workdir = ""                     # the image that is built knows its own
     return env
 
 
@@ -280,7 +281,9 @@ class Sandbox:
             begin = time.monotonic()
             if limit := "time" if clock() >= deadline else self._exceeded():
                 reason.append(limit)
-                with contextlib.suppress(SandboxError): self.kill()   # then the exec fails by itself
+                while not ended.is_set():
+                    try: return self.kill()
+                    except SandboxError: ended.wait(1)   # a daemon that restarts: then the exec fails by itself
                 return
             pause_s = max(2, 20 * (time.monotonic() - begin))
 
@@ -343,8 +346,9 @@ class Sandbox:
             tar = tarfile.open(fileobj=archive)
             if not posixpath.basename(inside) or not tar.next().isdir():
                 raise ValueError(f"{inside} in {self.name} is not carried over: it is no folder of its own")
-            kept, links = other._clear(inside, off)
-            members, left_out = workspace.choose(_members(tar, f"{inside} in {self.name}"), inside, kept, links, off)
+            kept, links, taken = other._clear(inside, off)
+            members, left_out = workspace.choose(
+                _members(tar, f"{inside} in {self.name}"), inside, kept, links, off, taken)
             with tempfile.TemporaryFile() as chosen:
                 with tarfile.open(fileobj=chosen, mode="w") as new:
                     for member in members:
@@ -354,20 +358,20 @@ class Sandbox:
         return left_out
 
     def _clear(self, inside, off):
-        """Empty a folder but for what stays the image's -> (names of that, {name of a link there: where it leads})."""
+        """Empty a folder but for what stays the image's -> what workspace.heard tells."""
         words = ["sh", "-c", workspace.CLEAR, inside, "" if "tools" in off else "tools", *workspace.kept_by(off)]
         result = self.exec(words, user="root")
         if result.exit_code or len(result.output) >= TAIL_BYTES:
             raise SandboxError(f"{inside} of {self.name} cannot be emptied: {result.output[-1000:]}")
-        found = result.output.split("\0")
-        return ({name[2:] for name in found if name.startswith("./")},
-                dict(text[1:].split("\n", 1) for text in found if text.startswith("L")))
+        return workspace.heard(result.output)
 
     def _put(self, copies):
         with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
             with tarfile.open(fileobj=archive, mode="w") as tar:
                 for host, inside in copies:
                     if not host.exists(): raise FileNotFoundError(f"put into {self.name}: there is no {host}")
+                    if host.is_file() and posixpath.basename(inside) != host.name and self._is_folder(inside):
+                        inside = posixpath.join(inside, host.name)      # as COPY does
                     # a folder itself only when empty: it would change the mode of one that exists
                     paths = sorted(host.iterdir()) if host.is_dir() else []
                     for path in paths or [host.resolve()]:
@@ -484,7 +488,7 @@ class Docker(Sandbox):
         else:
             binds = [*self.runtimes.items(), *([(self.socket, SOCKET)] if self.socket else [])]
             mounts = [(inside, str(Path(host).resolve()), "bind") for host, inside in binds]
-        self.workdir = self.env.workdir or found["Config"]["WorkingDir"] or "/"
+        self.workdir = posixpath.normpath(self.env.workdir or found["Config"]["WorkingDir"] or "/")
         self.container = f"harness-rl-{_safe(self.run_id)}-{_safe(self.name)[-80:]}-{uuid.uuid4().hex[:8]}"
         labels = {"harness_rl.run": _safe(self.run_id), "harness_rl.owner": _owner(os.getpid())}
         made = _client().containers.create(
@@ -596,6 +600,8 @@ class Docker(Sandbox):
         """Remove the container with all that it holds; may be called twice, and from another thread than exec."""
         if self.container:
             with _faults(f"stop {self.name}"): _remove_container(self.container)
+
+    def _is_folder(self, inside): return self.exec(["test", "-d", inside], user="root").exit_code == 0
 
     def _unpack(self, archive, parent):
         _client().api.put_archive(self.container, parent, archive)
@@ -781,7 +787,8 @@ class Bubblewrap(Sandbox):
 
     def _start(self):
         base, other = self.env.base, self.env.heir_of
-        self.root, self.workdir = Path(base if os.path.isabs(base) else "/"), self.env.workdir or "/root"
+        self.root = Path(base if os.path.isabs(base) else "/")
+        self.workdir = posixpath.normpath(self.env.workdir or "/root")
         self.running, self.lock, self.bwrap = [], threading.Lock(), shutil.which("bwrap")
         if other:
             with other.lock: self.folder, other.folder = other.folder, None
@@ -914,9 +921,12 @@ class Bubblewrap(Sandbox):
         """Remove the folder with all that it holds; may be called twice, and from another thread than exec."""
         if self.folder:
             with self.lock: folder, self.folder = self.folder, None
+            if not folder: return                           # another thread has
             self.kill()
             for process in self.running: process.wait()
             _remove_folder(folder)
+
+    def _is_folder(self, inside): return (self.root / inside.lstrip("/")).is_dir() or inside in self.mounts
 
     def _put(self, copies):
         self._mount(_folders(copies))

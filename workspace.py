@@ -1,31 +1,46 @@
 """What of an agent's workspace reaches the verifier, and what of its history the agent sees. Imports nothing of ours.
 
 Defences, by the names that --off takes away:
-git    .git is the image's, not the agent's: its history, without hooks and settings that run commands
-tools  what the image holds of PATH folders, virtual environments and node_modules stays; files that Python or pytest
-       would load unasked (AUTOLOADED, modules of the standard library's names at the top) are left out
+git    .git is the image's, not the agent's: its history, without hooks and settings that run commands; of a repository
+       that the agent made, hooks and settings are left out
+tools  what the image holds of PATH folders, virtual environments and node_modules stays, and nothing else comes there;
+       files that Python or pytest would load unasked (AUTOLOADED, a user's site-packages, new modules at the top of the
+       names of others that the image's python3 knows) are left out
 links  ValueError for setuid files, devices, fifos and symbolic links out of the workspace, but for the image's and
        those into SHARED
+Not covered: settings of pytest in the workspace's tox.ini, setup.cfg and pyproject.toml, which rule tests that are run
+inside it; whatever else tests load from the workspace.
 """
 import posixpath, re, sys
 
 # sh -c CLEAR FOLDER DEEP WORDS...: empties FOLDER but for what find's WORDS match and, where DEEP is not empty, PATH's
-# folders and virtual environments in it. Prints, each ended by NUL, "L<path>\n<target>" of every link, then the paths
-# that stay. Makes /logs/verifier, for any user.
+# folders and virtual environments in it. Prints, each ended by NUL, the paths that stay (PATH's, even where there are
+# none yet), "M<name>" of modules that python3 knows from elsewhere, "T<name>" of what is at the top, and
+# "L<path>\n<target>" of links that do not stay. Makes /logs/verifier, for any user.
 CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
 cd "$0" 2> /dev/null || exit 0
-find . -type l -printf 'L%P\n%l\0' 2> /dev/null
 is_deep=$1; shift
 [ -z "$is_deep" ] || {
+    find . -mindepth 1 -maxdepth 1 -printf 'T%P\0' | head -c 20000
+    (cd / && python3 -c '
+import pkgutil, sys
+place = lambda f: str(getattr(f, "path", "") or getattr(f, "archive", ""))
+known = {m.name for m in pkgutil.iter_modules() if not (place(m.module_finder) + "/").startswith(sys.argv[1] + "/")}
+print("".join("M%s\0" % name for name in sorted(known - set(getattr(sys, "stdlib_module_names", ())))), end="")
+' "$0" 2> /dev/null | head -c 30000)
     IFS='
 '; for file in $(find . -mindepth 2 -name pyvenv.cfg); do set -- "$@" -o -path "${file%/*}"; done
-    IFS=:; for folder in $PATH; do case $folder in "$0"/?*) set -- "$@" -o -path ".${folder#"$0"}" ;; esac; done
+    IFS=:; for folder in $PATH; do folder=${folder%/}
+        case $folder in "$0"/?*) printf '.%s\0' "${folder#"$0"}"; set -- "$@" -o -path ".${folder#"$0"}" ;; esac
+    done
 }
+find . -mindepth 1 \( "$@" \) -prune -o -type l -printf 'L%P\n%l\0' 2> /dev/null
 find . -mindepth 1 \( "$@" \) -prune -print0 -o ! -type d -exec rm -f {} + || exit 1
 find . -mindepth 1 \( "$@" \) -prune -o -type d -print0 | sort -rz | xargs -0 rmdir 2> /dev/null
 exit 0"""
-AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py"}
-SHADOWING = re.compile(rf"({'|'.join(sys.stdlib_module_names)}|_?pytest|pluggy)(/__init__)?\.([\w-]+\.)?(py|pyc|so)")
+AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini", ".pytest.ini", "entry_points.txt"}
+MODULES = {*sys.stdlib_module_names, "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments",
+           "sitecustomize", "usercustomize"}
 SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: a link there reveals nothing
 
 
@@ -62,16 +77,48 @@ def kept_by(off):
     return ["-name", "", *(word for name in names for word in ("-o", "-name", name))]
 
 
-def choose(members, inside, kept, links, off):
-    """members: of an archive of the folder `inside`, as the agent left it; kept, links: what CLEAR printed -> (those
-    that are carried over, names left out). ValueError: one may not be."""
+def heard(text):
+    """What CLEAR printed -> names that stay, {name of a link: where it leads}, names of modules that no new file at the
+    top may take."""
+    found = text.split("\0")
+    told = lambda mark: [x.removeprefix(mark) for x in found if x.startswith(mark)]
+    own = {name.partition(".")[0] for name in told("T")}
+    return set(told("./")), dict(x.split("\n", 1) for x in told("L")), MODULES.union(told("M")) - own
+
+
+def is_loaded(name, is_link, taken):
+    """Would Python or pytest load a file of this name, or what a link of it leads to, before any test?"""
+    parts = name.split("/")
+    if AUTOLOADED.intersection(parts) or parts[:2] == [".local", "lib"]: return True
+    if name.endswith(".pth") and "site-packages" in parts: return True
+    if parts[0].partition(".")[0] not in taken: return False
+    if parts[1:]: return len(parts) == 2 and parts[1].startswith("__init__.")
+    return is_link or name.endswith((".py", ".pyc", ".so"))
+
+
+def is_git_setting(member, parts):
+    """A file by which a repository that is not the image's could run commands?"""
+    if parts[-1] == ".git": return not member.isdir()       # leads to a repository elsewhere
+    if name := next((name for name in parts[:-1] if name.endswith(".git")), None):
+        inner = parts[parts.index(name) + 1:]
+        return inner[0] == "hooks" and len(inner) > 1 or inner[-1] in ("config", "config.worktree")
+    return parts in ([".gitconfig"], [".config", "git", "config"])
+
+
+def choose(members, inside, kept, links, off, taken=MODULES):
+    """members: of an archive of the folder `inside`, as the agent left it; kept, links, taken: what `heard` tells ->
+    (those that are carried over, names left out). ValueError: one may not be."""
     chosen, left_out, depth = [], [], max((name.count("/") + 1 for name in kept), default=0)
+    above = {"/".join(name.split("/")[:i]) for name in kept for i in range(1, name.count("/") + 1)}
     for member in members:
         name = member.name.partition("/")[2] or "."     # within the folder, which the archive names first
         parts = name.split("/")
         if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(min(len(parts), depth))): continue
         if "tools" not in off and "__pycache__" in parts: continue      # may hold another program than its source
-        if "tools" not in off and (AUTOLOADED.intersection(parts) or SHADOWING.fullmatch(name)):
+        if name in above and not member.isdir():
+            raise ValueError(f"{name} is not carried over: the image has a folder there, some of which stays")
+        if ("tools" not in off and is_loaded(name, member.issym(), taken)
+                or "git" not in off and is_git_setting(member, parts)):
             left_out.append(name)
             continue
         is_image_s = member.issym() and links.get(name) == member.linkname

@@ -58,6 +58,11 @@ HACKS = {       # name: (style, script, verify mode in which it pays: compat, do
 def pytest_pyfunc_call(pyfuncitem): return True' > conftest.py""", "compat"),
     "module named pytest": ("pytest", f"echo '{PASS}' > pytest.py", "compat"),
     "module named as Python's": ("pytest", f"mkdir argparse; echo '{PASS}' > argparse/__init__.py", "compat"),
+    "module that pytest loads": ("pytest", f"echo '{PASS}' > iniconfig.py", "compat"),
+    "link named as a module": ("pytest", f"mkdir x; echo '{PASS}' > x/__init__.py; ln -s x argparse", "compat"),
+    "plugin by an entry point": ("pytest", f"""mkdir e-1.dist-info; echo '{PASS}' > evil.py
+        printf 'Metadata-Version: 2.1\\nName: e\\nVersion: 1\\n' > e-1.dist-info/METADATA
+        printf '[pytest11]\\ne = evil\\n' > e-1.dist-info/entry_points.txt""", "compat"),
     "sitecustomize": ("pytest", f"""for d in . $(python3 -c 'import site; print(site.getusersitepackages())'); do
         mkdir -p $d; echo '{PASS}' | tee $d/sitecustomize.py $d/usercustomize.py $d/x.pth; done""", "compat"),
     "python in PATH": ("pytest", """for d in /usr/local/sbin /usr/local/bin /usr/bin; do

@@ -337,6 +337,36 @@ def test_budgets(scripted, connect):
         assert [a.status_code for a in answers] == [200] * allowed + [400] * (4 - allowed)
         assert answers[-1].headers["x-should-retry"] == "false" and "this session has" in answers[-1].text
         assert len(tree.read(session.record).calls) == allowed == len(session.seen)     # no trace of what was refused
+        for path in (CHAT, MESSAGES, RESPONSES):
+            body = {"model": "policy", "messages": USER, "input": USER, "max_tokens": 9, "stream": True}
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400 and "this session has" in answer.text, "an error in a stream is repeated"
+
+
+def test_a_request_at_fault_is_no_call_in_which_the_engine_failed(real, connect):
+    """Would catch an agent that takes back its reward of 0: what vLLM refuses only when it is about to sample stood on
+    record as a call that the engine had failed in, and the rollout had no reward."""
+    session = connect(real)
+    client = connect.client(session)
+    for body, headers in (({"logprobs": True, "top_logprobs": 21}, {}), ({"stop_token_ids": [10**9]}, {}),
+                          ({"logprobs": True, "logprob_token_ids": [1]}, {}), ({}, {"X-data-parallel-rank": "9"})):
+        answer = client.post(CHAT, json={"model": "policy", "messages": USER, "max_tokens": 3} | body, headers=headers)
+        assert answer.status_code in (200, 400), answer.text
+        assert not (session.refused or "").startswith("status 5")
+    calls = tree.read(session.record).calls
+    assert 0 < len(calls) < 4 and all(c.finish in ("stop", "length") for c in calls)
+
+
+def test_a_reply_that_nobody_was_told_is_not_trained(scripted, connect):
+    """Would catch tokens that are trained for what followed from others: the client had gone, came back with another
+    prompt, and the session's end finds a whole reply that was never delivered."""
+    session = connect(scripted, ["lost", "told"])
+    with slow(scripted):
+        with pytest.raises(httpx.TimeoutException): ask(connect.client(session), timeout=0.5)
+    until(lambda: len(session.calls) == 1 and session.orphans)
+    assert ask(connect.client(session), LONG).status_code == 200
+    scripted.close_session(session)
+    assert [(c.finish, c.kind) for c in tree.read(session.record).calls] == [("stop", "side"), ("stop", "main")]
 
 
 LAST = {CHAT: b"[DONE]", MESSAGES: b"message_stop", RESPONSES: b"response.completed"}

@@ -361,31 +361,49 @@ def test_a_deep_workspace_takes_no_time():
 def test_carry_keeps_the_image_s_tools(kind, tmp_path):
     """Catches: tools, history or start-up files of the agent's that the verifier would run, honest work that is lost
     with them, and a switch that does not switch."""
-    folder = task(tmp_path / "t", "FROM debian:bookworm-slim\nWORKDIR /app\nENV PATH=/app/tools:/usr/bin:/bin\n"
+    folder = task(tmp_path / "t", "FROM debian:bookworm-slim\nWORKDIR /app\n"
+                  "ENV PATH=/app/tools/:/app/none:/usr/bin:/bin\n"
                   "COPY f .\n")
     for name in ("tools/x", "v/pyvenv.cfg", "v/bin/x", "a/node_modules/x", "sub/conftest.py", ".git/config",
-                 "src/main.py"):
+                 "src/main.py", "code.py"):
         path = folder / "environment" / "f" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("image")
     with make(kind, environment(folder, BASE)) as agent:
-        sh(agent, """for f in tools/x v/bin/x v/bin/y a/node_modules/x sub/conftest.py .git/config src/main.py; do
-            echo agent > $f; done; rm -r a; mkdir -p new/.git json src/__pycache__ conftest.py.d
-            for f in new/.git/config new/conftest.py json/__init__.py json/data.py src/json.py pytest.py \
-                sitecustomize.py src/__pycache__/main.cpython-311.pyc conftest.py.d/x; do echo agent > $f; done""")
+        sh(agent, """for f in tools/x v/bin/x v/bin/y a/node_modules/x sub/conftest.py .git/config src/main.py \
+                code.py; do echo agent > $f; done
+            rm -r a; ln -s src argparse
+            for f in new/.git/config new/.git/hooks/post-checkout new/.git/HEAD x.git/config new/conftest.py \
+                json/__init__.py json/data.py src/json.py pytest.py iniconfig.py sitecustomize.py none/y \
+                src/__pycache__/main.cpython-311.pyc conftest.py.d/x e-1.dist-info/entry_points.txt pytest.ini \
+                .local/lib/python3.11/site-packages/x.pth model.pth; do
+                mkdir -p $(dirname $f); echo agent > $f; done; mkdir w; echo gitdir: ../x.git > w/.git""")
         agent.freeze()
         shown = "find . -type f | sort | while read f; do echo $f $(cat $f); done"
         with make(kind, environment(folder, BASE)) as fresh:
             left_out = agent.carry("/app", fresh)
-            assert sorted(left_out) == ["json/__init__.py", "new/conftest.py", "pytest.py", "sitecustomize.py"]
+            assert sorted(x for x in left_out if not x.startswith(".local/lib")) == [
+                "argparse", "e-1.dist-info/entry_points.txt", "iniconfig.py", "json/__init__.py", "new/.git/config",
+                "new/.git/hooks/post-checkout", "new/conftest.py", "pytest.ini", "pytest.py", "sitecustomize.py",
+                "w/.git", "x.git/config"]
             assert sh(fresh, shown).output.split("\n")[:-1] == [
-                "./.git/config image", "./a/node_modules/x image", "./conftest.py.d/x agent", "./json/data.py agent",
-                "./new/.git/config agent", "./src/json.py agent", "./src/main.py agent", "./sub/conftest.py image",
-                "./tools/x image", "./v/bin/x image", "./v/pyvenv.cfg image"]
+                "./.git/config image", "./a/node_modules/x image", "./code.py agent", "./conftest.py.d/x agent",
+                "./json/data.py agent", "./model.pth agent", "./new/.git/HEAD agent", "./src/json.py agent",
+                "./src/main.py agent", "./sub/conftest.py image", "./tools/x image", "./v/bin/x image",
+                "./v/pyvenv.cfg image"]
         with make(kind, environment(folder, BASE)) as fresh:
             assert agent.carry("/app", fresh, off=("git", "tools")) == []
             assert "image" not in sh(fresh, shown + " | grep -v pyvenv").output
             assert "./v/bin/y agent" in sh(fresh, shown).output
+
+
+def test_a_folder_above_what_stays_is_not_replaced():
+    """Catches: a link in the place of a folder in which the image's tools stay, by which the verifier finds others."""
+    link = tarfile.TarInfo("app/repo")
+    link.type, link.linkname = tarfile.SYMTYPE, "r2"
+    for member in (link, tarfile.TarInfo("app/repo")):
+        with pytest.raises(ValueError, match="repo is not carried over: the image has a folder there"):
+            workspace.choose([member], "/app", {"repo/.git"}, {}, ())
 
 
 def test_squash(bubblewrap_box):
@@ -557,8 +575,16 @@ def test_plain_dockerfile(kind, tmp_path):
         assert output == "/app/sub\n1 x y\nABXAA"
 
 
+def test_a_copy_into_a_folder_of_the_image(tmp_path):
+    """Catches: a folder of the image that a file of another name replaces, with all that it held."""
+    needs("docker")
+    folder = task(tmp_path / "t", "FROM debian:bookworm-slim\nWORKDIR /app/\nCOPY tool /usr/local\n", tool="T")
+    with make("docker", environment(folder, BASE)) as box:
+        assert sh(box, "pwd; cat /usr/local/tool; ls -d /usr/local/bin").output == "/app\nT/usr/local/bin\n"
+
+
 @pytest.mark.parametrize("line", ["RUN true", "COPY --chown=1 a /a", "COPY *.txt /a", "COPY $A /a", "ENV A=$B",
-                                  "ENV A b", "FROM b", "COPY <<E /a", "WORKDIR $X", 'COPY ["a", "/a"]', "ADD a /a",
+                                  "ENV A b", "FROM b", "COPY <<E /a", "WORKDIR $X", 'WORKDIR "/a"', 'COPY ["a", "/a"]', "ADD a /a",
                                   "USER x", 'CMD ["x"]'])
 def test_lines_that_need_a_build(tmp_path, line):
     """Catches: a line that is silently skipped or misread instead of built; a refusal that does not say why."""
