@@ -21,13 +21,13 @@ CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
 cd "$0" 2> /dev/null || exit 0
 is_deep=$1; shift
 [ -z "$is_deep" ] || {
-    find . -mindepth 1 -maxdepth 1 -printf 'T%P\0' | head -c 20000
+    find . -mindepth 1 -maxdepth 1 -printf 'T%P\0' | head -c 8000
     (cd / && python3 -c '
 import pkgutil, sys
 place = lambda f: str(getattr(f, "path", "") or getattr(f, "archive", ""))
 known = {m.name for m in pkgutil.iter_modules() if not (place(m.module_finder) + "/").startswith(sys.argv[1] + "/")}
 print("".join("M%s\0" % name for name in sorted(known - set(getattr(sys, "stdlib_module_names", ())))), end="")
-' "$0" 2> /dev/null | head -c 30000)
+' "$0" 2> /dev/null | head -c 16000)
     IFS='
 '; for file in $(find . -mindepth 2 -name pyvenv.cfg); do set -- "$@" -o -path "${file%/*}"; done
     IFS=:; for folder in $PATH; do folder=${folder%/}
@@ -86,9 +86,8 @@ def heard(text):
     return set(told("./")), dict(x.split("\n", 1) for x in told("L")), MODULES.union(told("M")) - own
 
 
-def is_loaded(name, is_link, taken):
+def is_loaded(name, parts, is_link, taken):
     """Would Python or pytest load a file of this name, or what a link of it leads to, before any test?"""
-    parts = name.split("/")
     if AUTOLOADED.intersection(parts) or parts[:2] == [".local", "lib"]: return True
     if name.endswith(".pth") and "site-packages" in parts: return True
     if parts[0].partition(".")[0] not in taken: return False
@@ -96,13 +95,14 @@ def is_loaded(name, is_link, taken):
     return is_link or name.endswith((".py", ".pyc", ".so"))
 
 
-def is_git_setting(member, parts):
+def is_git_setting(name, parts, is_folder):
     """A file by which a repository that is not the image's could run commands?"""
-    if parts[-1] == ".git": return not member.isdir()       # leads to a repository elsewhere
-    if name := next((name for name in parts[:-1] if name.endswith(".git")), None):
-        inner = parts[parts.index(name) + 1:]
-        return inner[0] == "hooks" and len(inner) > 1 or inner[-1] in ("config", "config.worktree")
-    return parts in ([".gitconfig"], [".config", "git", "config"])
+    if name in (".gitconfig", ".config/git/config"): return True
+    if ".git" not in name: return False
+    if parts[-1] == ".git": return not is_folder            # leads to a repository elsewhere
+    start = next((i for i, part in enumerate(parts[:-1], 1) if part.endswith(".git")), None)
+    inner = parts[start:] if start else [""]
+    return inner[0] == "hooks" and len(inner) > 1 or inner[-1] in ("config", "config.worktree")
 
 
 def choose(members, inside, kept, links, off, taken=MODULES):
@@ -117,8 +117,8 @@ def choose(members, inside, kept, links, off, taken=MODULES):
         if "tools" not in off and "__pycache__" in parts: continue      # may hold another program than its source
         if name in above and not member.isdir():
             raise ValueError(f"{name} is not carried over: the image has a folder there, some of which stays")
-        if ("tools" not in off and is_loaded(name, member.issym(), taken)
-                or "git" not in off and is_git_setting(member, parts)):
+        if ("tools" not in off and is_loaded(name, parts, member.issym(), taken)
+                or "git" not in off and is_git_setting(name, parts, member.isdir())):
             left_out.append(name)
             continue
         is_image_s = member.issym() and links.get(name) == member.linkname

@@ -305,11 +305,13 @@ def test_proxy_command_by_hand(tiny, tmp_path):
                "--script", tmp_path / "script"]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
-    assert f"127.0.0.1:{port}" in process.stdout.readline()
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x")
-    assert client.chat.completions.create(model="policy", messages=USER).choices[0].message.content == "hello"
-    process.send_signal(2)
-    out, _ = process.communicate(timeout=60)
+    try:
+        assert f"127.0.0.1:{port}" in process.stdout.readline()
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x")
+        assert client.chat.completions.create(model="policy", messages=USER).choices[0].message.content == "hello"
+        process.send_signal(2)
+        out, _ = process.communicate(timeout=60)
+    finally: process.kill()
     record = tree.read(tmp_path / "rec/me.jsonl")
     assert process.returncode == 0 and "1 calls" in out and record.outcome == "ok" and len(record.calls) == 1
     assert not list(tmp_path.glob("hrl-*"))

@@ -353,6 +353,7 @@ def test_carry_refuses(box, other, trick, says):
 def test_a_deep_workspace_takes_no_time():
     """Catches: nested folders, a moment's work for an agent, that cost the host hours to look through."""
     members = [tarfile.TarInfo("app" + "/d" * depth) for depth in range(3000)]
+    for member in members: member.type = tarfile.DIRTYPE
     started = time.monotonic()
     chosen, left_out = workspace.choose(members, "/app", {"d/e", ".git"}, {}, ())
     assert (len(chosen), left_out) == (3000, []) and time.monotonic() - started < 5
