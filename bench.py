@@ -360,9 +360,9 @@ async def converse(addresses: list, num_words: int, num_calls: int, num_added=0)
             (time.process_time() - begin_cpu) / len(calls))
 
 
-def compare_servers(model: str, loads: list, least_s: float) -> list:
+def compare_servers(model: str, loads: list, budget_s: float) -> list:
     """loads: (clients, words of the first message, words that each call adds, calls) -> a row each: medians of 3 to 9
-    rounds, as many as fit into least_s, behind one to warm up; of a session, whose calls take seconds, of 1 or more."""
+    rounds, as many as budget_s holds, behind one to warm up; of a session, whose calls take seconds, of 1 or more."""
     rows, context = [], 512 + max(words + num_calls * (64 + added) for _, words, added, num_calls in loads)
     with (tempfile.TemporaryDirectory() as tmp,
           make_engine(random_model(f"{tmp}/model") if model == "two-layer" else model, context) as proxy):
@@ -371,7 +371,7 @@ def compare_servers(model: str, loads: list, least_s: float) -> list:
         for clients, num_words, num_added, num_calls in loads:
             rounds, begin = [], time.monotonic()
             num_before, least = (0, 1) if num_added else (1, 3)
-            while (num := len(rounds) - num_before) < least or num < 9 and time.monotonic() < begin + least_s:
+            while (num := len(rounds) - num_before) < least or num < 9 and time.monotonic() < begin + budget_s:
                 sessions = [proxy.open_session(str(c), f"{tmp}/{c}.jsonl", {}) for c in range(clients)]
                 sides, got = [[s.address for s in sessions], *([path] * clients for path in plain)], {}
                 for i in sorted(range(3), key=lambda i: (i + len(rounds)) % 3):     # each comes first in its turn
@@ -395,10 +395,10 @@ def compare_servers(model: str, loads: list, least_s: float) -> list:
 
 def bench_proxy(args) -> dict:
     num_calls, scale = args.num or 4, args.scale or 1.
-    long, grown, least_s = round(20_000 * scale), round(5000 * scale), 40 * scale
-    load = compare_servers(args.model or "smollm2", [(c, 8, 0, num_calls) for c in args.clients], least_s)
+    long, grown, budget_s = round(20_000 * scale), round(5000 * scale), 40 * scale
+    load = compare_servers(args.model or "smollm2", [(c, 8, 0, num_calls) for c in args.clients], budget_s)
     *more, session = compare_servers(args.model or "two-layer", [
-        *((c, long, 0, num_calls) for c in args.clients), (1, grown, grown, 20)], least_s)
+        *((c, long, 0, num_calls) for c in args.clients), (1, grown, grown, 20)], budget_s)
     return {"load": load + more, "session": [session]}
 
 

@@ -102,7 +102,7 @@ class Session:
     is_spent: bool = False                                  # a call was refused because a budget is used up
     when_spent: object = None                               # function to call then, once
     refused: str = None                                     # the error that the latest request was answered with
-    openclaw_stable: bool = False                                 # --openclaw_stable
+    openclaw_stable: bool = False                           # its last message stays where it once stood
     replay: list = None                                     # recorded calls that answer while prompts are equal
     is_strict: bool = False                                 # replay: refuse the first call that differs
     diverged: str = None                                    # replay: where the session went live
@@ -146,6 +146,10 @@ class Session:
         """Takes back a `compaction` that was guessed from structure alone: a later call went on from it, or the session
         ended with it."""
         if call.kind == "compaction" and not call.is_asked: self.retype(call, "main")
+
+    def lost(self, call: Pending) -> Pending | None:
+        """The equal call whose connection has gone, which this one may take over."""
+        return next((o for o in self.orphans if o.template_ids == call.template_ids and o.tools == call.tools), None)
 
     def has_final_answer(self) -> bool:
         """Was the last main reply whole and without a tool call, although tools were offered, and no error after it?"""
@@ -203,8 +207,7 @@ def make_recorder():
             assert call is not None and call.prompt_ids is not None, (
                 f"request {request_id} did not come through a session")
             session = call.session
-            call.answered_by = next((o for o in session.orphans if o.template_ids == call.template_ids
-                                     and o.tools == call.tools), None)
+            call.answered_by = session.lost(call)
             if call.answered_by is not None:
                 session.orphans.remove(call.answered_by)
                 call.answered_by.expiry.cancel()
@@ -780,8 +783,7 @@ class Proxy:
                 n = tree.lcp(call.prompt_ids, call.template_ids)        # to make lists of arrays takes longest of all
                 prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
-            is_again = any(o.template_ids == call.template_ids and o.tools == call.tools for o in session.orphans)
-            if not is_again and (problem := session.problem()): raise ValueError(problem)     # not yet a stream
+            if not session.lost(call) and (problem := session.problem()): raise ValueError(problem)   # no stream yet
             call.kind = graft.kind_of(call, session, messages)
             reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
             for s in session.seen:                          # it may tell what an earlier one was
@@ -934,17 +936,17 @@ def resolve_model(name: str, max_model_len=0) -> str:
 # --- the command ------------------------------------------------------------------------------------------------------
 def parse(argv=None):
     p = argparse.ArgumentParser(description="Serves one session on loopback and records it.", allow_abbrev=False)
-    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2 (the default)")
+    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2 (default %(default)s)")
     p.add_argument("--session", required=True, help="its name; the record is RECORD/SESSION.jsonl")
     p.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
     p.add_argument("--record", required=True, help="folder for the record")
-    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm", help="vllm unless said otherwise")
+    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm", help="default %(default)s")
     p.add_argument("--script", help="with --engine scripted: a file, one line = one reply")
-    p.add_argument("--temperature", type=float, default=1.0, help="of sampling (1.0)")
-    p.add_argument("--max_model_len", type=int, default=8192, help="context, tokens (8192)")
+    p.add_argument("--temperature", type=float, default=1.0, help="of sampling (default %(default)s)")
+    p.add_argument("--max_model_len", type=int, default=8192, help="context, tokens (default %(default)s)")
     p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
     p.add_argument("--graft", choices=graft.GRAFTS, default="canonical",
-                   help="when a reply that came back becomes its sampled ids (canonical)")
+                   help="when a reply that came back becomes its sampled ids (default %(default)s)")
     p.add_argument("--replay", help="a record whose replies answer while prompts are equal; then live")
     p.add_argument("--replay_strict", action="store_true", help="stop at the first prompt that differs")
     p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")

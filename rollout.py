@@ -247,7 +247,7 @@ class Runner:
         log = record.with_suffix(".log")
         log.unlink(missing_ok=True)
         seconds, session, mode = {}, None, ""
-        settings = {k: v for k, v in self.options.items() if isinstance(v, (int, str))} | {
+        settings = {k: v for k, v in self.options.items() if k != "replay"} | {
             "off": sorted(self.off), "reward_weights": self.reward_weights}
         if job.harness not in WITHOUT_MODEL:
             settings |= {"graft": self.proxy.mode, "max_model_len": self.proxy.engine.model_config.max_model_len}
@@ -673,30 +673,31 @@ def parse(argv=None):
                    help=f"one of {', '.join(harnesses.names())}, oracle, nop; several with commas")
     p.add_argument("--out", default="", help="folder for the records")
     p.add_argument("--prebuild", action="store_true", help="only build or pull the tasks' images")
-    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2 (the default)")
-    p.add_argument("--n", type=int, default=1, help="rollouts a task and harness (1)")
+    p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2 (default %(default)s)")
+    p.add_argument("--n", type=int, default=1, help="rollouts a task and harness (default %(default)s)")
     p.add_argument("--limit", type=int, default=0, help="only the first so many tasks (0 = all)")
-    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm", help="vllm unless said otherwise")
+    p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm", help="default %(default)s")
     p.add_argument("--script",
                    help="with --engine scripted: a file, one line = one reply; or 'solution' for each task's own")
     p.add_argument("--sandbox", choices=("auto", "docker", "bubblewrap"), default="auto",
                    help="auto: Docker where a daemon answers, else bubblewrap")
     p.add_argument("--base_image", action="append", default=[], metavar="NAME=LOCAL",
                    help="local image in an image's place")
-    p.add_argument("--num_parallel", type=int, default=8, help="rollouts at once (8)")
-    p.add_argument("--num_warm", type=int, default=2, help="sandboxes that wait, started, for their turn (2)")
+    p.add_argument("--num_parallel", type=int, default=8, help="rollouts at once (default %(default)s)")
+    p.add_argument("--num_warm", type=int, default=2,
+                   help="sandboxes that wait, started, for their turn (default %(default)s)")
     p.add_argument("--verify", choices=("auto", *VERIFY), default="auto", help="auto: see the file's beginning")
     p.add_argument("--off", default="", help=f"defences to leave out, with commas: {', '.join(DEFENCES)}")
     p.add_argument("--internet", choices=("refuse", "off", "on"), default="refuse",
                    help="for tasks that ask for internet access")
     p.add_argument("--reward_weights", default="", metavar="NAME=WEIGHT,...", help="of several rewards")
-    p.add_argument("--temperature", type=float, default=1.0, help="of sampling (1.0)")
-    p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens (2048)")
+    p.add_argument("--temperature", type=float, default=1.0, help="of sampling (default %(default)s)")
+    p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens (default %(default)s)")
     p.add_argument("--max_tokens", type=int, default=0, help="cap of a reply, tokens (0 = what fits)")
     p.add_argument("--max_calls", type=int, default=0, help="calls of a rollout, then it is overlong (0 = no limit)")
     p.add_argument("--max_rollout_tokens", type=int, default=0, help="sampled tokens of a rollout (0 = no limit)")
     p.add_argument("--graft", choices=graft.GRAFTS, default="canonical",
-                   help="when a reply that came back becomes its sampled ids (canonical)")
+                   help="when a reply that comes back becomes its sampled ids (default %(default)s)")
     p.add_argument("--openclaw_stable", action="store_true", help="keep OpenClaw's last message where it once stood")
     p.add_argument("--engine_args", default="", help="further arguments of `vllm serve`, separated by spaces")
     if (sys.argv[1:] if argv is None else argv)[:1] == ["compare"]:

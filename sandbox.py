@@ -926,7 +926,7 @@ class Bubblewrap(Sandbox):
             for process in self.running: process.wait()
             _remove_folder(folder)
 
-    def _is_folder(self, inside): return (self.root / inside.lstrip("/")).is_dir() or inside in self.mounts
+    def _is_folder(self, inside): return inside in self.mounts      # of others none can be written to
 
     def _put(self, copies):
         self._mount(_folders(copies))
