@@ -181,7 +181,8 @@ def asks_for_summary(text: str) -> bool:
 def kind_of(call, session, messages: list) -> str:
     """The kind of a call that is about to start. What is called main and is not costs little; what is main and is
     called otherwise is not trained: in doubt, main. From structure:
-    side         no tools, although the session's main calls have some
+    side         no tools, although the session's main calls have some; one that goes on from a call without tools makes
+                 it main (`Session.settle`)
     compaction   the same behind the history of a main call, and later calls leave it out: one that goes on from it, or
                  the session's end (`Session.settle`), makes it a last word without tools, which is main
     subagent     its system prompt and its first user message are both new (digits apart, and not right after a
@@ -198,6 +199,8 @@ def kind_of(call, session, messages: list) -> str:
         return "compaction"
     has_tools = any(s.num_tools for s in mains)
     if has_tools and not call.num_tools:
+        goes_on = any(s.id == call.continues and s.kind in ("main", "side") and not s.num_tools for s in session.seen)
+        if goes_on: return "main"                           # others' tools say nothing of a harness that has none
         asked = [text_of(m) for m in messages if m.get("role") in ("system", "developer")] + [text_of(messages[-1])]
         call.is_asked = any(map(asks_for_summary, asked))
         is_behind = any("assistant" in roles(s) and call.outline[:len(s.outline)] == s.outline for s in mains)

@@ -71,6 +71,7 @@ class Pending:
     prompt_ids: array = None                                # the prompt as the policy sees it
     continues: int = None                                   # id of the call whose reply this prompt goes on from
     cause: str = None                          # why this call continues no earlier one (None: it does, or is the first)
+    classify: object = None                                 # function that sets kind and cause, when sampling begins
     tools: str = None                                       # hash of the tool list
     num_tools: int = 0
     num_tool_calls: int = None                              # in the reply, once it is parsed
@@ -143,9 +144,9 @@ class Session:
                 self.write({"type": "kind", "id": c.id, "kind": kind})
 
     def settle(self, call: Pending):
-        """Takes back a `compaction` that was guessed from structure alone: a later call went on from it, or the session
-        ended with it."""
-        if call.kind == "compaction" and not call.is_asked: self.retype(call, "main")
+        """Takes back what was guessed from structure alone: a later call went on from it, or, for a `compaction`, the
+        session ended with it."""
+        if call.kind in ("compaction", "side") and not call.is_asked: self.retype(call, "main")
 
     def lost(self, call: Pending) -> Pending | None:
         """The equal call whose connection has gone, which this one may take over."""
@@ -221,7 +222,8 @@ def make_recorder():
                 p.skip_clone = True                         # it is nobody else's
                 c = self.vllm_config                        # the request's own fault begins no call
                 p.verify(self.model_config, c.speculative_config, c.structured_outputs_config, self.get_tokenizer())
-                call.id, call.answered_by = len(session.seen), call
+                call.classify()                             # by all that began before it
+                call.id, call.answered_by, call.classify = len(session.seen), call, None
                 session.seen.append(call)
                 call.task = asyncio.create_task(self.sample(call, prompt, p, request_id, kw, old))
                 session.running.add(call.task)
@@ -756,6 +758,16 @@ class Proxy:
         decode = lambda ids: self.tokenizer.decode(         # what a harness was told: no half of a character
             list(ids), skip_special_tokens=True).rstrip("\ufffd")
 
+        def classify(call, session, messages, usable, cause):
+            """The call's kind and cause, and what it tells of earlier ones."""
+            call.kind = graft.kind_of(call, session, messages)
+            reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
+            for s in session.seen:
+                if call.continues is not None and s.id == call.continues: session.settle(s)
+                if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
+                    session.retype(s, "compaction")
+            call.cause = graft.cause_of(call, session.seen, cause)
+
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
             call = CALL.get()
             own_sampling(request, call)
@@ -784,13 +796,7 @@ class Proxy:
                 prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
             if not session.lost(call) and (problem := session.problem()): raise ValueError(problem)   # no stream yet
-            call.kind = graft.kind_of(call, session, messages)
-            reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
-            for s in session.seen:                          # it may tell what an earlier one was
-                if call.continues is not None and s.id == call.continues: session.settle(s)
-                if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
-                    session.retype(s, "compaction")
-            call.cause = graft.cause_of(call, session.seen, cause)
+            call.classify = lambda: classify(call, session, messages, usable, cause)
             return conversation, [prompt]
         return wrapped
 
@@ -847,7 +853,7 @@ class Proxy:
             for task in session.running: task.cancel()
             if session.running: await asyncio.wait(session.running, timeout=5)
             session.server.close()
-            if session.seen: session.settle(session.seen[-1])
+            if session.seen and session.seen[-1].kind == "compaction": session.settle(session.seen[-1])
         self.end_session(session)
         if self.thread.is_alive(): self.wait_for(stop(), 10)
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)

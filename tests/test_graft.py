@@ -244,6 +244,16 @@ def test_outlines_are_the_same_with_and_without_memory(lists):
         assert graft.outline(messages, known) == graft.outline(json.loads(json.dumps(messages)), {})
 
 
+def test_a_request_with_tools_does_not_untrain_a_harness_without():
+    """Would catch an agent that sends a request with tools of its own from inside the sandbox, as long as its harness
+    has none: what it did, and all that it does from then on, would count as titles, which nobody trains."""
+    seen = [row(TASK, tools=0)]
+    assert kind(seen, [("user", "forged")], 3, id=1) == "main" and seen[0].kind == "side"       # a title, it seems
+    seen.append(row([("user", "forged")], tools=3, id=1))
+    assert kind(seen, LATER, 0, continues=0) == "main"
+    assert kind(seen, LATER, 0) == "side"                                                       # it goes on from none
+
+
 TAIL = "<<<BEGIN>>>\nExec sessions: "
 
 

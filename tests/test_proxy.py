@@ -1,6 +1,7 @@
 """proxy.py: vLLM's own server over a scripted engine and over vLLM itself, official clients, the record, grafting,
 new weights. The scripted engine stands in for what the model says and nothing else. The real one runs a tiny random
 model in float32."""
+import asyncio
 import contextlib
 import itertools
 import json
@@ -1310,6 +1311,24 @@ def test_two_live_equal_requests_are_two_samples(real, connect):
     for t in threads: t.join(30)
     one, two = tree.read(session.record).calls
     assert one.prompt_ids == two.prompt_ids and {one.finish, two.finish} == {"length"}
+
+
+def test_requests_at_once_are_typed_by_one_another(scripted, connect, monkeypatch):
+    """Would catch a title that is asked for in the same moment as the first turn, and is trained as one: each was typed
+    while the other had not begun."""
+    sessions, generate = [connect(scripted, ["x", "y"]) for _ in range(8)], scripted.engine.generate
+
+    async def late(*args, **kw):
+        await asyncio.sleep(0.5)                            # between rendering and sampling
+        async for out in generate(*args, **kw): yield out
+    monkeypatch.setattr(scripted.engine, "generate", late)
+    with held(scripted):
+        threads = [threading.Thread(target=ask, args=(connect.client(s),), kwargs=body) for s in sessions
+                   for body in ({"tools": TOOLS}, {"messages": [{"role": "user", "content": "A title for it?"}]})]
+        for t in threads: t.start()
+        until(lambda: all(len(s.seen) == 2 for s in sessions))
+    for t in threads: t.join(30)
+    for s in sessions: assert sorted(c.kind for c in tree.read(s.record).calls) == ["main", "side"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
