@@ -87,7 +87,7 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
         reach = {"same": 0, "retokenised": 1, "respelt": 2, "thinking_dropped": 3}.get(relation, 4)
         if reach <= GRAFTS.index(mode):
             is_open = has_end and end == len(template_ids)  # the end of turn that was sampled is not there yet
-            end += has_end and not is_open
+            end += has_end and not is_open and template_ids[end] == c.sampled_ids[-1]      # another end stays behind it
             if end > position: best, position, keep = c, end, len(c.prompt_ids) + len(c.sampled_ids) - is_open
             frontier += [(d, end) for d in children.get(c.id, ())]
         elif at > nearest:

@@ -48,7 +48,6 @@ HARNESS_CHOOSES = ("stop", "stop_token_ids", "include_stop_str_in_output", "skip
 NOT_FOR_HARNESSES = ("kv_transfer_params", "ec_transfer_params", "request_id", "priority", "cache_salt",
                      "chat_template", "echo", "add_generation_prompt", "continue_final_message", "prompt_logprobs",
                      "background", "previous_response_id", "logprob_token_ids")
-NOT_FOR_VLLM = (b"content-type", b"x-data-parallel-rank")       # headers that it would heed
 SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-session-id")
 MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_CONNECTIONS = 64 * 2**20, 2**20, 128        # connections: of a session
 FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
@@ -113,6 +112,7 @@ class Session:
     orphans: list = field(default_factory=list)             # of seen: those that nobody listens to
     rows: dict = field(default_factory=dict)                # of messages and tool lists (graft.outline)
     is_ended: bool = False
+    broken: str = None                                      # why its record could not be written to
     body_bytes: int = 0                                     # of requests under way
     tails: dict = field(default_factory=dict)               # openclaw_stable: hash of the messages before -> the tail
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -120,9 +120,10 @@ class Session:
     server: object = None                                   # asyncio server of its own
 
     def write(self, line: dict):
-        data = json.dumps(line, default=list).encode() + b"\n"
-        with open(self.record, "ab", 0) as f: num = f.write(data)
-        assert num == len(data), f"{num} of {len(data)} bytes went into {self.record}: is the disk full?"
+        try: tree.append(self.record, line)
+        except OSError as e:
+            self.broken = str(e)
+            raise
 
     def put(self, call: Pending, ids, logp, finish, versions, p, first_s, routing=None):
         """A call that has ended, onto the record."""
@@ -150,7 +151,8 @@ class Session:
 
     def lost(self, call: Pending) -> Pending | None:
         """The equal call whose connection has gone, which this one may take over."""
-        return next((o for o in self.orphans if o.template_ids == call.template_ids and o.tools == call.tools), None)
+        asked = lambda c: (c.template_ids, c.tools, c.num_logprobs)
+        return next((o for o in self.orphans if asked(o) == asked(call)), None)
 
     def has_final_answer(self) -> bool:
         """Was the last main reply whole and without a tool call, although tools were offered, and no error after it?"""
@@ -201,13 +203,19 @@ def make_recorder():
     class Recorder(AsyncLLM):
         version = 0                                # of the policy's weights; the trainer counts it up at each hand-over
 
-        async def generate(self, prompt, asked, request_id, **kw):
+        @functools.cached_property
+        def eos_ids(self) -> set:
+            """The tokens that end a turn: vLLM stops at those of generation_config.json, too."""
+            more = self.model_config.try_get_generation_config().get("eos_token_id", [])
+            return {self.get_tokenizer().eos_token_id, *(more if isinstance(more, list) else [more])}
+
+        async def generate(self, prompt, asked, request_id, **_):
             """One whole output, however the client wants it; from the sampling of an equal request whose connection
-            has gone, or from a new one."""
+            has gone, or from a new one. Priorities and the like are not the harness's to choose."""
             call = CALL.get()
             assert call is not None and call.prompt_ids is not None, (
                 f"request {request_id} did not come through a session")
-            session = call.session
+            session, call.num_logprobs = call.session, asked.logprobs
             call.answered_by = session.lost(call)
             if call.answered_by is not None:
                 session.orphans.remove(call.answered_by)
@@ -218,14 +226,15 @@ def make_recorder():
                 p = SamplingParams(**{name: getattr(asked, name) for name in HARNESS_CHOOSES})
                 p.temperature, p.output_kind = session.temperature, RequestOutputKind.FINAL_ONLY
                 p.max_tokens = min(n for n in (asked.max_tokens, call.max_tokens, session.max_tokens) if n)
-                call.num_logprobs, p.logprobs = p.logprobs, p.logprobs or 0     # 0: that of the sampled token alone
+                p.logprobs = p.logprobs or 0                # 0: that of the sampled token alone
                 p.skip_clone = True                         # it is nobody else's
                 c = self.vllm_config                        # the request's own fault begins no call
                 p.verify(self.model_config, c.speculative_config, c.structured_outputs_config, self.get_tokenizer())
+                "".join(p.stop).encode()                    # ValueError: half a character, which no engine is sent
                 call.classify()                             # by all that began before it
                 call.id, call.answered_by, call.classify = len(session.seen), call, None
                 session.seen.append(call)
-                call.task = asyncio.create_task(self.sample(call, prompt, p, request_id, kw, old))
+                call.task = asyncio.create_task(self.sample(call, prompt, p, request_id, old))
                 session.running.add(call.task)
                 call.task.add_done_callback(session.running.discard)
             yield await asyncio.shield(call.answered_by.task)
@@ -237,7 +246,7 @@ def make_recorder():
                 call.state.logprobs_processor = Sampled(call, call.state.logprobs_processor)
             return queue
 
-        async def sample(self, call, prompt, p, request_id, kw, old):
+        async def sample(self, call, prompt, p, request_id, old):
             """-> RequestOutput, on record by then, also if it is cancelled (abort) or the engine fails (error).
             old: the recorded call to answer with, or None."""
             session, finish, routing = call.session, "error", None
@@ -248,14 +257,14 @@ def make_recorder():
                 if old is not None:
                     first_s, ids, logp, versions = time.time(), list(old.sampled_ids), old.logp_rollout, old.versions
                     finish, routing = old.finish, old.routing
-                    ends = {self.get_tokenizer().eos_token_id, *(p.stop_token_ids or ())}
+                    ends = self.eos_ids.union(p.stop_token_ids or ())
                     said = ids[:-1] if finish == "stop" and ids and ids[-1] in ends else ids
                     text = self.get_tokenizer().decode(said, skip_special_tokens=p.skip_special_tokens)
                     text = text.rstrip("\ufffd")            # half a character, which a live call does not tell
                     logprobs = [{t: Logprob(x)} for t, x in zip(ids, logp)]
                     return RequestOutput("replay", None, list(call.prompt_ids), None, [CompletionOutput(
                         0, text, ids, None, logprobs, finish_reason=finish)], True)
-                async for out in super().generate(prompt, p, request_id, **kw): reply = out.outputs[0]
+                async for out in super().generate(prompt, p, request_id): reply = out.outputs[0]
                 finish, routing = reply.finish_reason, reply.routed_experts
                 return out
             except (asyncio.CancelledError, VLLMClientError):
@@ -274,31 +283,34 @@ def make_recorder():
             """The recorded call of an equal prompt, or None: from then on the session is live."""
             session = call.session
             if session.replay is None: return None
-            ids = list(call.template_ids)
-            old = next((c for c in session.replay if c.template_ids == ids), None)
+            ids = list(call.prompt_ids)                     # of equal ones the last: earlier ones were not told, or
+            old = next((c for c in reversed(session.replay) if c.prompt_ids == ids), None)      # not taken for an answer
             if old is not None:
                 session.replay.remove(old)
                 return old
-            nearest = max(session.replay, key=lambda c: tree.lcp(c.template_ids, ids), default=None)
+            nearest = max(session.replay, key=lambda c: tree.lcp(c.prompt_ids, ids), default=None)
             session.replay, session.diverged = None, f"call {len(session.seen)}: the record holds no more calls"
             if nearest is None: return None
-            n = tree.lcp(nearest.template_ids, ids)
+            n = tree.lcp(nearest.prompt_ids, ids)
             text = lambda ids: repr(self.get_tokenizer().decode(ids[n:n + 20]))
             session.diverged = (f"call {len(session.seen)}: token {n} of the prompt begins {text(ids)}, "
-                                f"recorded in call {nearest.id}: {text(nearest.template_ids)}")
+                                f"recorded in call {nearest.id}: {text(nearest.prompt_ids)}")
 
     return Recorder
 
 
-def whole(parser_cls):
+def whole(parser_cls, needs_objects: bool):
     """The same parser, which waits for the whole reply and parses it once, streamed or not: incremental parsers lose
-    and damage calls."""
+    and damage calls. needs_objects: the protocol cannot tell arguments that are none, they are told as {}."""
     from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
     from vllm.renderers.chat_utils import make_tool_call_id
 
     class Whole(parser_cls):
         def parse(self, *args, **kw):
             reasoning, content, calls = super().parse(*args, **kw)
+            for c in calls or ():                           # "\ud83d", half a character: no answer can tell it
+                c.name, c.arguments = (text.encode(errors="replace").decode() for text in (c.name, c.arguments))
+                if needs_objects and not is_object(c.arguments): c.arguments = "{}"
             CALL.get().answered_by.num_tool_calls = len(calls or ())
             return reasoning, content, calls
 
@@ -312,6 +324,11 @@ def whole(parser_cls):
                           for i, c in enumerate(calls or [])]
             return DeltaMessage(reasoning=reasoning or None, content=content or None, tool_calls=tool_calls)
     return Whole
+
+
+def is_object(text: str) -> bool:
+    try: return isinstance(x := json.loads(text), dict) and bool(json.dumps(x, allow_nan=False))
+    except (ValueError, RecursionError): return False
 
 
 class ScriptedCore:
@@ -430,7 +447,8 @@ class Front:
         if path.startswith("/s/"):
             key, _, rest = path[3:].partition("/")
             path = "/" + rest
-        elif port in sessions: return sessions[port], path      # opened for this port, by hand
+        elif port in sessions:                              # opened for this port, by hand; a web page says its origin
+            return None if b"origin" in headers else sessions[port], path
         return next((s for s in list(sessions.values()) if hmac.compare_digest(s.key.encode(), key.encode())),
                     None), path
 
@@ -481,8 +499,7 @@ class Front:
         tasks = [asyncio.create_task(watch())]
         timer = asyncio.get_running_loop().call_later(
             FIRST_SIGN_S, lambda: tasks.append(asyncio.create_task(answer.live())))
-        scope["headers"] = [*(h for h in scope["headers"] if h[0] not in NOT_FOR_VLLM),
-                            (b"content-type", b"application/json")]
+        scope["headers"] = [(b"content-type", b"application/json")]     # no rank, priority or id of the harness's
         try: await self.app(scope, inner_receive, answer.send)
         except Exception as e:                              # raised on, it would end a connection that may be in use
             if is_stream and answer.is_started and not answer.is_error_sent: await answer.send_error(500, str(e)[:1000])
@@ -575,6 +592,7 @@ SIGNS = {                                                   # what each protocol
         "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}})}
 
 
+ERRORS = b'data: {"error"', b"event: error", b"event: response.failed"      # of vLLM's, in a stream
 LAST = b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete"
 
 
@@ -590,6 +608,8 @@ class Answer:
         self.error, self.lock = None, asyncio.Lock()        # error: status and body so far
 
     async def live(self):
+        for _ in range(15):                                 # until it is rendered, an error can still have a status
+            if self.call.prompt_ids is None and not self.is_done: await asyncio.sleep(FIRST_SIGN_S)
         while not self.is_done and self.error is None:
             async with self.lock:
                 if self.is_done or self.error is not None: return
@@ -612,6 +632,8 @@ class Answer:
                     await self.to_client(message)
                 return
             if self.error is None:
+                if (body := message.get("body", b"")).startswith(ERRORS):
+                    self.call.session.refused = f"in a stream: {body.decode(errors='replace')}"[:500]
                 await self.to_client(message)
                 # asked now: uvicorn calls a client gone, too, once it has its whole answer; and it may go at the last
                 # event
@@ -625,14 +647,14 @@ class Answer:
             except (ValueError, KeyError, TypeError): text = body.decode(errors="replace")[:1000]
             self.is_done = not self.gone.is_set()
             self.is_error_sent = not self.is_early or self.sign != b" "
-            CALL.get().session.refused = f"status {status}: {text}"[:500]
+            self.call.session.refused = f"status {status}: {text}"[:500]
             if not self.is_early: return await answer_error(self.to_client, self.path, status, text)
             assert self.sign != b" ", f"after signs of life were sent: {text}"      # uvicorn breaks the connection
             await self.send_error(status, text)
 
     async def send_error(self, status: int, message: str):
         """An error as the last event of a stream."""
-        self.is_error_sent = True
+        self.is_error_sent, self.call.session.refused = True, f"status {status}: {message}"[:500]
         data = error_body(self.path, status, message)
         if self.path == "/v1/responses": data = data["error"] | {"type": "error"}
         await self.to_client({"type": "http.response.body", "body": event(data)})
@@ -721,6 +743,9 @@ class Proxy:
             raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; "
                              "see `vllm serve --help`") from None
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        model = config.model_config.model
+        if config.model_config.is_multimodal_model:         # it would fetch images, and the graft move them
+            raise ValueError(f"--model {model}: it takes more than text; give a model of text alone")
         client = async_llm.EngineCoreClient
         launch = {k: os.environ.pop(k) for k in list(os.environ) if k in ("RANK", "WORLD_SIZE")
                   or k.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_"))}
@@ -740,11 +765,12 @@ class Proxy:
         app.middleware_stack = None                         # built anew at the first request
         await init_app_state(self.engine, app.state, args, tasks)
         self.tokenizer, renderer = self.engine.get_tokenizer(), app.state.online_renderer
+        await app.state.anthropic_serving_messages._get_disabled_thinking_effort()     # by renderings, in no session
         renderer.preprocess_chat = self.grafting(renderer.preprocess_chat)
         for name, attribute in (("openai_serving_chat", "parser_cls"), ("anthropic_serving_messages", "parser_cls"),
                                 ("openai_serving_responses", "parser")):
             serving = getattr(app.state, name)
-            setattr(serving, attribute, whole(getattr(serving, attribute)))
+            setattr(serving, attribute, whole(getattr(serving, attribute), name == "anthropic_serving_messages"))
         self.uvicorn = uvicorn.Config(Front(app, self), lifespan="off", log_config=None, access_log=False,
                                       timeout_keep_alive=3600)      # a client that re-uses one we close loses a call
         self.uvicorn.load()
@@ -754,7 +780,7 @@ class Proxy:
 
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
-        eos_ids = {self.tokenizer.eos_token_id}
+        eos_ids = self.engine.eos_ids
         decode = lambda ids: self.tokenizer.decode(         # what a harness was told: no half of a character
             list(ids), skip_special_tokens=True).rstrip("\ufffd")
 
@@ -766,6 +792,10 @@ class Proxy:
                 if call.continues is not None and s.id == call.continues: session.settle(s)
                 if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
                     session.retype(s, "compaction")
+            for s in session.seen:                          # the graft has looked at those that have ended
+                if s.task is None or s.task.done(): continue
+                if s.prompt_ids == call.prompt_ids: cause = "retry"
+                elif s.continues == call.continues: cause = cause or "unknown"
             call.cause = graft.cause_of(call, session.seen, cause)
 
         async def wrapped(request, messages, *args, tool_dicts=None, **kw):
@@ -843,8 +873,11 @@ class Proxy:
         """From here on the session's requests get 403. Its socket stays: a sandbox may still mount it."""
         session.is_ended = True
         self.sessions.pop(session.address, None)
-        lose_all = lambda: [self.lose(session, call) for call in list(session.orphans)]
-        if self.thread.is_alive(): self.loop.call_soon_threadsafe(lose_all)
+
+        def end():
+            for call in list(session.orphans): self.lose(session, call)
+            if session.seen and session.seen[-1].kind == "compaction": session.settle(session.seen[-1])
+        if self.thread.is_alive(): self.loop.call_soon_threadsafe(end)
 
     def close_session(self, session: Session):
         """Ends it, aborts what runs, and waits until that is on record."""
@@ -853,7 +886,6 @@ class Proxy:
             for task in session.running: task.cancel()
             if session.running: await asyncio.wait(session.running, timeout=5)
             session.server.close()
-            if session.seen and session.seen[-1].kind == "compaction": session.settle(session.seen[-1])
         self.end_session(session)
         if self.thread.is_alive(): self.wait_for(stop(), 10)
         if isinstance(session.address, str): Path(session.address).unlink(missing_ok=True)
@@ -969,7 +1001,12 @@ def main(args):
     script = Path(args.script).read_text().splitlines() if args.script else None
     if args.replay and not Path(args.replay).is_file():
         raise FileNotFoundError(f"--replay {args.replay}: no such file; give a session's record, RECORD/SESSION.jsonl")
-    replay = [c for c in tree.read(args.replay).calls if c.finish not in tree.UNTRAINED_FINISH] if args.replay else None
+    replay = None
+    if args.replay:
+        old = tree.read(args.replay)
+        if old.temperature != args.temperature:
+            raise ValueError(f"--temperature {args.temperature:g}: {args.replay} was sampled at {old.temperature:g}")
+        replay = [c for c in old.calls if c.finish not in tree.UNTRAINED_FINISH]
     try: socket.create_server(("127.0.0.1", args.port)).close()         # before the model is loaded
     except (OSError, OverflowError) as e:
         raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; "

@@ -54,6 +54,8 @@ WITHOUT_MODEL = ("oracle", "nop")
 SPENT_S = 10                            # how long a harness may go on when its budget of calls or tokens is used up
 VERIFY = ("strict", "compat", "history")
 DEFENCES = ("git", "tools", "links", "tamper")
+OUT_OF_TIME = "ran out of time"         # a verifier, in its rollout's detail
+MAX_REWARD = 1e15                       # float32 must hold the squares of sums
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -105,14 +107,14 @@ class Settings(dict):
 
     def number(self, section, key, default):
         value = self[section].get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            self.wrong(f"[{section}] {key} = {value!r}", "a number above 0 is needed")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.01 <= value < math.inf:
+            self.wrong(f"[{section}] {key} = {value!r}", "a number of at least 0.01 is needed")     # 0: no limit
         return value
 
     def megabytes(self, key, default):                      # memory_mb = 2048, or memory = "2G" in the older schema
         text = self["environment"].get(key)
         if text is None or f"{key}_mb" in self["environment"]:
-            return int(self.number("environment", f"{key}_mb", default))
+            return math.ceil(self.number("environment", f"{key}_mb", default))
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", str(text), re.I)
         if not match: self.wrong(f"[environment] {key} = {text!r}", "a size as 512M or 2G is needed")
         return max(1, int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) - 1)))
@@ -125,6 +127,13 @@ class Settings(dict):
         env = self[section].get("env", {})
         if not isinstance(env, dict): self.wrong(f"[{section}] env = {env!r}", "a table is needed")
         return {k: re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", host, str(v)) for k, v in env.items()}
+
+    def artifacts(self):                                    # "/path", or {source = "/path", ...}
+        listed = self.get("artifacts", [])
+        paths = [x.get("source") if isinstance(x, dict) else x for x in listed] if isinstance(listed, list) else [None]
+        if not all(isinstance(x, str) and x.strip("/") for x in paths):
+            self.wrong(f"artifacts = {listed!r}", "a list of paths inside is needed")
+        return tuple(paths)
 
 
 def refuse_unsupported(toml: Settings):
@@ -154,12 +163,16 @@ def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task
     except UnicodeDecodeError as e: raise ValueError(f"task {path}: instruction.md: {e}") from None
     refuse_unsupported(toml)
     box = toml["environment"]
-    is_online = box["network_mode"] == "public" if "network_mode" in box else bool(box.get("allow_internet"))
+    for key, is_right, needs in (
+            ("allow_internet", lambda x: isinstance(x, bool), "true or false is needed"),
+            ("workdir", lambda x: isinstance(x, str) and x.startswith("/"), "a path from / on is needed"),
+            ("docker_image", lambda x: isinstance(x, str), "an image's name is needed")):
+        if key in box and not is_right(box[key]): toml.wrong(f"[environment] {key} = {box[key]!r}", needs)
+    is_online = box["network_mode"] == "public" if "network_mode" in box else box.get("allow_internet", False)
     if is_online and internet == "refuse":
         raise ValueError(f"task {path}: allow_internet = true: say --internet on (a network of the run's own) or "
                          "--internet off (the task runs without)")
     image, mode = box.get("docker_image") or "", toml["metadata"].get("verify", "")
-    if not isinstance(image, str): toml.wrong(f"[environment] docker_image = {image!r}", "an image's name is needed")
     if mode not in ("", *VERIFY): toml.wrong(f"[metadata] verify = {mode!r}", f"one of {', '.join(VERIFY)} is needed")
     if not image and not (path / "environment" / "Dockerfile").is_file():
         raise FileNotFoundError(f"task {path}: environment/Dockerfile is missing, and task.toml names no docker_image")
@@ -173,7 +186,7 @@ def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task
                 toml.number("verifier", "timeout_sec", 600), limits, str(toml["metadata"].get("category") or id), mode,
                 {s: str(toml[s].get("user", "")) for s in ("agent", "verifier")},
                 {s: toml.variables(s) for s in ("verifier", "solution")},
-                tuple(a["source"] if isinstance(a, dict) else str(a) for a in toml.get("artifacts", [])))
+                toml.artifacts())
 
 
 def load_tasks(root: str, base_images: dict = {}, internet="refuse") -> list:
@@ -237,7 +250,8 @@ class Runner:
         if self.verify != "auto" or job.task.verify: return (job.task.verify if self.verify == "auto" else self.verify,)
         if job.harness == "oracle": return VERIFY
         file = job.task.mode_file(self.kind)
-        return (file.read_text() if file.exists() else "strict",)
+        found = file.read_text().strip() if file.exists() else ""
+        return (found if found in VERIFY else "strict",)
 
     def run(self, job: Job, out: Path, replay=None) -> tree.Rollout:
         """One rollout, whatever becomes of it: the fault boundary. -> as read back from its record. replay: recorded
@@ -253,9 +267,10 @@ class Runner:
             settings |= {"graft": self.proxy.mode, "max_model_len": self.proxy.engine.model_config.max_model_len}
         header = {"task": job.task.id, "harness": job.harness, "model": self.model, "settings": settings,
                   "weights_id": self.weights_id}
-        first = {"type": "rollout", "format": 1, "id": job.id, **header, "temperature": self.temperature}
-        record.write_text(json.dumps(first | {"started_s": time.time()}) + "\n")    # a session begins it anew
+        first = {"id": job.id, **header, "temperature": self.temperature, "started_s": time.time()}
+        record.write_text("")
         try:
+            tree.append(record, {"type": "rollout", "format": 1, **first})      # a session begins it anew
             with contextlib.ExitStack() as stack:
                 if job.harness not in WITHOUT_MODEL:
                     session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
@@ -267,10 +282,13 @@ class Runner:
                     found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
                     if (end["reward"] or 0) >= 1: break
                 else: mode, end = modes[0], found[modes[0]]
-                if len(modes) > 1:                          # the oracle looked for the strictest
+                # the oracle looked for the strictest; a verifier that was too slow says nothing of a mode
+                if len(modes) > 1 and not any(OUT_OF_TIME in x["detail"] for x in found.values()):
                     file = job.task.mode_file(self.kind)
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(mode)
+                    part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+                    part.write_text(mode)
+                    part.replace(file)
         except Exception as e:
             if self.is_stopping.is_set(): raise             # the record stays without an end
             is_known = isinstance(e, (sandbox.SandboxError, OSError))
@@ -282,11 +300,15 @@ class Runner:
                     "detail": f"the harness never reached the model: {end['detail']}, see {log}"}
             print(f"warning: {job.id}: {end['detail']}", file=sys.stderr)
         for box in [x for x in self.boxes if x.thread == threading.get_ident()]: self.boxes.remove(box)
-        with open(record, "a") as f:
-            end |= {"seconds": seconds, "sandbox": self.kind, "verify": mode}
-            if session is not None and session.diverged: end["replay_diverged"] = session.diverged
-            f.write(json.dumps({"type": "end"} | end) + "\n")
-        return tree.read(record)
+        end |= {"seconds": seconds, "sandbox": self.kind, "verify": mode}
+        if session is not None and session.diverged: end["replay_diverged"] = session.diverged
+        try:
+            tree.append(record, {"type": "end"} | end)
+            return tree.read(record)
+        except (OSError, ValueError) as e:                  # the disk is full: on it this rollout never ended
+            print(f"warning: {job.id}: {e}", file=sys.stderr)
+            known = {k: first[k] for k in ("id", "task", "harness", "model", "temperature", "started_s")}
+            return tree.Rollout(**known, outcome="infra_error", detail=str(e), seconds=seconds)
 
     def make(self, job: Job, stage: str, env=None, memory_mb=0, **kw):
         """A sandbox, not started; memory_mb: on top of the task's limit."""
@@ -335,6 +357,7 @@ class Runner:
             if problem:
                 problem = f"the workspace cannot be carried over: {problem}"
                 return {"outcome": outcome, "reward": 0., "detail": problem} | more
+            more["verifier_at"] = log.stat().st_size + 1 if log.exists() else 1
             reward, call_rewards, named, problem = self.run_tests(job, session, fresh, log)
             took("verify")
         if named: more["rewards"] = named
@@ -372,6 +395,7 @@ class Runner:
         if timer.is_alive(): timer.join()
         if session: self.proxy.end_session(session)
         if log in self.stale: return None
+        if session and session.broken: raise sandbox.SandboxError(f"a call is not on record: {session.broken}")
         if session and self.proxy.engine.errored:
             raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
         if session and ((session.refused or "").startswith("status 5") or      # 4xx: the request's own fault
@@ -386,7 +410,7 @@ class Runner:
         if mode == "strict":
             try: left_out = box.carry(fresh.workdir, fresh, self.off)
             except (FileNotFoundError, ValueError) as e: return fresh, e
-            if left_out: more["left_out"] = left_out[:20]
+            if left_out: more["left_out"] = {"num": len(left_out), "paths": left_out[:20]}
         elif fresh.exec(["sh", "-c", CLEAN], user="root", timeout_s=600).exit_code:
             return fresh, "/tests, /solution and /logs cannot be emptied of what the agent left there"
         box.stop()
@@ -482,7 +506,7 @@ def pay_calls(text: str, num_calls: int) -> list | None:
     ids = {f"call_{i}": i for i in range(num_calls)}
     for key, x in paid.items():
         if key not in ids: raise ValueError(f"paid {key}; the rollout has {num_calls} calls, from call_0 on")
-        if type(x) not in (int, float) or not abs(x) < 1e30:
+        if type(x) not in (int, float) or not abs(x) < MAX_REWARD:
             raise ValueError(f"paid {key} {str(x)[:80]!r}; a finite number is needed")
         by_id[ids[key]] = float(x)
     return by_id
@@ -510,11 +534,11 @@ def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
             except KeyError as e:
                 reward, needs = math.nan, f"there is no {e}, name what counts: --reward_weights NAME=WEIGHT,..."
             except (ValueError, TypeError, AttributeError, OverflowError): reward = math.nan
-            if not math.isfinite(reward):
+            if not abs(reward) < MAX_REWARD:
                 return None, None, {}, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; {needs}"
             try: return reward, pay_calls(text, num_calls) if name == "reward.json" else None, named, None
             except ValueError as e: return None, None, {}, f"tests/test.sh {e}"
-    how = "ran out of time" if verdict.timed_out else f"ended with status {verdict.exit_code}"
+    how = OUT_OF_TIME if verdict.timed_out else f"ended with status {verdict.exit_code}"
     return (None, None, {},
             f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}")
 
@@ -606,9 +630,9 @@ def read_folder(folder: str) -> list:
     if (root / "metrics.jsonl").is_file():
         order = lambda p: (p.name == "eval-end", [int(n) for n in re.findall(r"\d+", p.name)], p.name)
         root = max(root.glob("rollouts/eval-*"), key=order, default=root / "rollouts" / "eval-*")
-    records = sorted(root.rglob("*.jsonl"))
-    if not records: raise FileNotFoundError(f"{root}: no records; name an --out of rollout.py or train.py")
-    return [tree.read(path) for path in records]
+    rollouts = [tree.read(path) for path in tree.records(root)]
+    if not rollouts: raise FileNotFoundError(f"{root}: no records; name an --out of rollout.py or train.py")
+    return rollouts
 
 
 def compare_folders(args):
@@ -792,18 +816,18 @@ def main(args):
         if wrong and name in WITHOUT_MODEL or not s["num_judged"]: status = 1
         width = max((len(r.task) for _, r in wrong), default=0)
         for job, r in wrong[:None if name in WITHOUT_MODEL else 20]:
-            why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), job))
-            why = why.encode(errors="backslashreplace").decode()        # names of files need be no UTF-8
+            why = " ".join(r.detail.split())[:300] or last_words(record_path(Path(args.out), job), r)
             print(f"  {r.task:{width}}  {r.outcome:14} reward {r.reward}  {why}")
         if wrong: print(f"  what agents and verifiers printed: {args.out}/*.log")
         (Path(args.out) / f"summary.{name}.json").write_text(json.dumps(s))
     return status
 
 
-def last_words(record: Path) -> str:
-    """Of the verifier, from the log beside a record."""
-    text = record.with_suffix(".log").read_text(errors="replace")
-    return " ".join(text.rpartition("=== verifier")[2].split())[-200:]
+def last_words(record: Path, rollout: tree.Rollout) -> str:
+    """Of the verifier, where one ran, from the log beside a record."""
+    if (at := rollout.more.get("verifier_at")) is None: return ""
+    text = record.with_suffix(".log").read_bytes()[at:].decode(errors="replace")
+    return " ".join(text.removeprefix("=== verifier").split())[-200:]
 
 
 if __name__ == "__main__": command(main, parse())

@@ -4,6 +4,7 @@
 #   bash setup.sh docker     also a Docker daemon and a base image, as the tests use them
 set -euo pipefail
 cd "$(dirname "$0")"
+exec 9< setup.sh && flock 9    # of two at once, one waits
 PATH=$PATH:/usr/sbin:/sbin    # where Debian's users do not look, but dockerd and debootstrap are
 say() { echo "setup: $*" >&2; }
 fail() { say "$*"; exit 1; }
@@ -57,9 +58,9 @@ if [ "${1:-}" = docker ]; then
     command -v dockerd >/dev/null || packages docker.io iptables
     [ "$(id -u)" = 0 ] || fail "no Docker daemon answers; start it:  sudo service docker start"
     say "starting dockerd"
-    service docker start >/dev/null 2>&1 || true
+    service docker start >/dev/null 2>&1 9<&- || true
     for _ in $(seq 20); do daemon && break; sleep 0.5; done
-    daemon || { (setsid dockerd >/var/log/dockerd.log 2>&1 &); for _ in $(seq 60); do daemon && break; sleep 0.5; done; }
+    daemon || { (setsid dockerd >/var/log/dockerd.log 2>&1 9<&- &); for _ in $(seq 60); do daemon && break; sleep 0.5; done; }
     daemon || fail "dockerd did not start: $(tail -n 1 /var/log/dockerd.log); see /var/log/dockerd.log"
   fi
   bash tasks/base_image.sh >&2

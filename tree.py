@@ -17,17 +17,19 @@ Record format 1, one JSONL file a rollout; keys of the header and the end that a
                                              those that the parent's rows tell of; null or no such key = unknown
     {"type": "kind", "id", "kind"}         a later call showed that this one was of another kind
     {"type": "end", "outcome", "detail", "sandbox", "verify": str, "reward": float | null, "seconds": {...},
+     "verifier_at": where in the log beside the record the verifier's words begin, if one ran;
      "call_rewards": null | [float], a reward for each call by id, beside that of the rollout}
 No end line = an unfinished rollout (`outcome` is None).  A torn last line is ignored; any other bad line is an error.
 
 Dimension letters: T tokens of a packed forest, N its scored tokens, H heads, D size of a head, V vocabulary.
 Invariant: every trained token of a rollout stands in exactly one path, every path in exactly one micro-batch."""
-import argparse, base64, json, math, sys
+import argparse, base64, errno, json, math, os, sys
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from itertools import groupby
+from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -165,6 +167,23 @@ def read_call(line, earlier):
     rebuilt = {"prompt_ids": prompt, "template_ids": template, "sampled_ids": sampled, "logp_rollout": logp,
                "routing": routing}
     return Call(**rebuilt, **{f.name: line[f.name] for f in fields(Call) if f.name not in rebuilt})
+
+
+def append(path, line: dict):
+    """A line behind a record, whole or not at all. OSError where the disk is full. What is no UTF-8 becomes "?"."""
+    data = json.dumps(line, default=list, ensure_ascii=False).encode(errors="replace") + b"\n"
+    with open(path, "ab", 0) as f:
+        size = os.fstat(f.fileno()).st_size
+        if f.write(data) == len(data): return
+        f.truncate(size)                                   # the next line would hang on to a torn one
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def records(folder):
+    """Paths of the records below a folder; what agents left there as artifacts is none."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.endswith(".artifacts"))
+        yield from (Path(place, f) for f in sorted(files) if f.endswith(".jsonl"))
 
 
 def read(path):

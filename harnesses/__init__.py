@@ -12,7 +12,8 @@ not find themselves at /proc/self/exe): they need glibc 2.28 and, Node, libstdc+
 RHEL 8 and later; not Alpine (musl), busybox or other images without these. Codex is static.
 The cache is $HARNESS_RL_CACHE (default ~/.cache/harness-rl); a runtime's folder is named by what it was made from.
 """
-import functools, hashlib, importlib, inspect, json, os, platform, re, shutil, subprocess, sys, sysconfig, tempfile
+import functools, hashlib, importlib, inspect, json, os, platform, re, shutil, subprocess, sys, sysconfig, tempfile, \
+    time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +104,7 @@ def interpreter(minimum: str, may_install=True) -> tuple[str, Path, Path]:
             install([sys.executable, "-m", "pip", "install", "--quiet", "--target", tools, UV], UV)
             install([f"{tools}/bin/uv", "python", "install", minimum], f"Python {minimum} with uv")
         return interpreter(minimum, may_install=False)
-    except (AssertionError, RuntimeError) as error:
+    except (AssertionError, OSError) as error:
         raise FileNotFoundError(f"no Python >= {minimum} is here; install one (apt-get, pyenv, conda) such that "
                                 f"python{minimum} stands on PATH: {error}") from None
 
@@ -138,8 +139,12 @@ def runtime(need: str) -> Path:
     folder = cache() / f"{name}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
     if not folder.exists():
         cache().mkdir(parents=True, exist_ok=True)
+        for left in cache().glob("building-*"):     # by a build that was killed; another may be under way
+            if left.stat().st_mtime < time.time() - 86400:
+                shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as building:
             build(Path(building) / name)
+            subprocess.run(["chmod", "-R", "a+rX", building], check=True)       # whatever our umask, for any sandbox
             try:
                 os.rename(Path(building) / name, folder)
             except OSError:
@@ -151,7 +156,7 @@ def runtime(need: str) -> Path:
 def install(command: list, what: str):
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise RuntimeError(f"cannot install {what}: {result.stderr.strip()[-500:]}")
+        raise OSError(f"cannot install {what}: {result.stderr.strip()[-500:]}")
 
 
 def build_npm(out: Path, spec: str):
@@ -198,7 +203,7 @@ def build_python(out: Path, binary: Path, stdlib: Path):
              f"compileall.compile_dir({str(library)!r}, quiet=2)")
     result = subprocess.run([*python_argv(out), "-c", check], capture_output=True, text=True)
     if result.returncode:
-        raise RuntimeError(f"the copy of {binary} does not start, use another Python: {result.stderr[-300:]}")
+        raise OSError(f"the copy of {binary} does not start, use another Python: {result.stderr[-300:]}")
 
 
 def shared_libraries(files: list[Path]) -> set[Path]:

@@ -55,6 +55,7 @@ def run(command: str) -> str:
     with open("/proc/self/environ", "rb") as file:              # os.environ has an LC_CTYPE that Python itself sets
         env = dict(pair.split("=", 1) for pair in os.fsdecode(file.read()).split("\0") if "=" in pair)
     env = {key: value for key, value in env.items() if key not in OWN}
+    command = command.replace("\0", "")                         # as bash itself does
     process = subprocess.Popen(["bash", "-c", command], env=env, start_new_session=True, stdin=subprocess.DEVNULL,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     deadline, output, size = time.monotonic() + limit_s, bytearray(), 0

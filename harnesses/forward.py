@@ -5,7 +5,7 @@
 It listens before CMD starts, passes bytes as they come, closes each direction by itself, and exits as CMD exits
 (128 + signal); what is left of CMD's process group is killed then.
 """
-import contextlib, os, signal, socket, sys, threading
+import contextlib, os, signal, socket, sys, threading, time
 
 
 def pump(source: socket.socket, sink: socket.socket):
@@ -33,7 +33,10 @@ def connect(client: socket.socket, path: str):
 
 def accept(server: socket.socket, path: str):
     while True:
-        threading.Thread(target=connect, args=(server.accept()[0], path), daemon=True).start()
+        try:
+            threading.Thread(target=connect, args=(server.accept()[0], path), daemon=True).start()
+        except (OSError, RuntimeError):     # no descriptor, no thread is left: some will be
+            time.sleep(0.1)
 
 
 def main(command: list[str]):

@@ -119,7 +119,10 @@ def main(path="/run/model.sock"):
 
     def accept():
         for number in itertools.count(1):
-            frames.add(number, server.accept()[0])
+            try:
+                frames.add(number, server.accept()[0])
+            except (OSError, RuntimeError):         # no descriptor, no thread is left: some will be
+                time.sleep(0.1)
     frames.read(8)                          # the other end listens: what came earlier could be lost
     frames.send(0)
     threading.Thread(target=accept, daemon=True).start()

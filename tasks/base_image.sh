@@ -35,9 +35,9 @@ rm -rf "$root"/var/cache/apt/*.bin "$root"/var/cache/apt/archives/*.deb "$root"/
     "$root"/var/log/*.log "$root"/usr/share/{doc,man,info}/* "$root"/usr/share/locale/*
 rm -rf "$root"/dev && mkdir "$root"/dev
 if [ -n "$folder" ]; then
-    touch "$root/.harness-rl-base"
     mkdir -p "$folder"
     cp -a "$root/." "$folder/"
+    touch "$folder/.harness-rl-base"    # last: now it is complete
     echo "made $folder, $(du -sh "$folder" | cut -f1)"
 else
     tar -C "$root" -c . | docker import --change 'CMD ["bash"]' - $image > /dev/null

@@ -393,9 +393,35 @@ def test_the_oracle_finds_the_mode(tmp_path, request, monkeypatch, where):
         assert (done.outcome, done.reward, done.verify) == ("ok", 1, mode), done
         assert ("tamper" in done.more) == (mode == "compat")
         assert runner.run(Job(task, "nop"), tmp_path).verify == mode
+    for text, mode in ("", "strict"), ("compat\n", "compat"), ("lax", "strict"):
+        tasks["compat"].mode_file(kind).write_text(text)    # of a kill between two writes, or by hand
+        assert runner.modes(Job(tasks["compat"], "nop")) == (mode,)
     (tmp_path / "compat/instruction.md").write_text("Another task.")
     assert runner.run(Job(load_task(tmp_path / "compat", "compat", BASE), "nop"), tmp_path).verify == "strict"
     assert not remains("test-modes")
+
+
+def test_a_slow_verifier_makes_no_task_lax(tmp_path, bubblewrap, monkeypatch):
+    """Would catch a task that is verified laxly ever after, since its verifier met a busy machine once."""
+    monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
+    folder = make_task(tmp_path / "slow", solution="touch f /home/x", toml="[verifier]\ntimeout_sec = 1",
+                       test=f"[ -e /home/x ] || sleep 60; echo 1 {REWARD}")
+    task = load_task(folder, "slow", BASE)
+    done = Runner(None, bubblewrap, "test-slow").run(Job(task, "oracle"), tmp_path)
+    assert (done.reward, done.verify) == (1, "compat") and not task.mode_file(bubblewrap).exists()
+
+
+def test_a_record_that_cannot_be_ended_is_an_infra_error(run, monkeypatch, capsys):
+    """Would catch a full disk under one rollout's record that ends the run and all other rollouts with it."""
+    append = tree.append
+
+    def full(path, line):
+        if line["type"] == "end": raise OSError(28, "No space left on device", str(path))
+        append(path, line)
+    monkeypatch.setattr(tree, "append", full)
+    done = run(solution="touch f", test=f"echo 1 {REWARD}")
+    assert (done.outcome, done.reward) == ("infra_error", None) and "No space left" in done.detail
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_weights_of_several_rewards():
@@ -807,6 +833,11 @@ BAD_TASKS = {       # folder -> file of the task, what it holds (None: it is mis
     "endless": ("task.toml", "[agent]\ntimeout_sec = inf", "inf"),
     "online": ("task.toml", "[environment]\nallow_internet = true", "allow_internet"),
     "image": ("task.toml", "[environment]\ndocker_image = 5", "docker_image"),
+    "text": ("task.toml", "[environment]\nallow_internet = 'false'", "allow_internet"),
+    "relative": ("task.toml", "[environment]\nworkdir = 'app'", "workdir"),
+    "no_limit": ("task.toml", "[environment]\ncpus = 1e-10", "1e-10"),
+    "letters": ("task.toml", "artifacts = '/app/out'", "artifacts"),
+    "nameless": ("task.toml", "artifacts = [{}]", "artifacts"),
     "compose": ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml"),
     "gpus": ("task.toml", "[environment]\ngpus = 1", "gpus"), "steps": ("task.toml", "[[steps]]\nname = 'a'", "steps"),
     "windows": ("task.toml", "[environment]\nos = 'windows'", "windows"),

@@ -1,5 +1,5 @@
 """tree.py: the record's exact round trip, what is trained, packing and its gradients against plain transformers."""
-import copy, json, math, os, sys
+import copy, json, math, os, resource, sys
 from collections import Counter
 from dataclasses import fields, replace
 import numpy as np
@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from algos import grpo_loss, token_weights
-from tree import (Call, Rollout, block_mask, build, call_line, chains, check_packing, encode, lcp, logprobs, main, pack,
-                  parse, read, split, why_flat)
+from tree import (Call, Rollout, append, block_mask, build, call_line, chains, check_packing, encode, lcp, logprobs, main, pack,
+                  parse, read, records, split, why_flat)
 
 IDS = lambda low, high: st.lists(st.integers(0, 2), min_size=low, max_size=high)      # three tokens: they collide often
 quick = settings(max_examples=150, deadline=None)
@@ -126,6 +126,31 @@ def test_read_ignores_a_torn_last_line_and_names_any_other_bad_one(tmp_path):
         with pytest.raises(ValueError, match=rf"r\.jsonl:{number}: "): read(path)
     path.write_text("")
     with pytest.raises(ValueError, match="empty"): read(path)
+
+
+def test_a_line_is_whole_or_not_there(tmp_path):
+    """Catches: a disk that was full for a moment and left half a line, to which the next one hangs on: the record could
+    not be read, and with it the whole run ended. And a name that is no UTF-8, which not every JSON reader takes."""
+    path, full = tmp_path / "r.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    write(path, rollout_of([call(0, [1], [2])]), end=False)
+    whole = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, full[1]))
+    try:
+        with pytest.raises(OSError, match="r.jsonl"): append(path, {"type": "end", "outcome": "x" * 100})
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, full)
+    assert path.read_bytes() == whole
+    append(path, {"type": "end", "outcome": "ok", "detail": os.fsdecode(b"\xff\xc3\xa9")})
+    assert (read(path).outcome, read(path).detail) == ("ok", "?\u00e9")
+    assert not any(0xd800 <= ord(x) < 0xe000 for x in str(read(path)))
+
+
+def test_records_are_no_artifacts(tmp_path):
+    """Catches: a file that an agent left, and that is kept, which passes for a record of the run: its reward would be
+    compared and shown."""
+    for name in ("b/two.jsonl", "one.jsonl", "one.artifacts/forged.jsonl", "one.artifacts/a/forged.jsonl", "one.log"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [p.name for p in records(tmp_path)] == ["one.jsonl", "two.jsonl"]
 
 
 def test_routing_travels_with_its_tokens(tmp_path):
