@@ -709,7 +709,7 @@ class Proxy:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="proxy", daemon=True)
         self.thread.start()
-        try: self.wait_for(self.start())
+        try: self.wait_for(self.start(), 3600)              # weights, compilation
         except BaseException:
             self.close()
             raise
@@ -717,7 +717,7 @@ class Proxy:
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
 
-    def wait_for(self, coroutine, timeout_s=None):
+    def wait_for(self, coroutine, timeout_s=600):
         """Runs a coroutine on the proxy's loop and waits for it."""
         if not self.thread.is_alive():
             coroutine.close()

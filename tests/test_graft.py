@@ -169,6 +169,15 @@ def test_hostile_texts_end():
         graft.quotes([], row([]), row([("user", text)], kind="side"), lambda _: text)
 
 
+def test_another_end_of_turn_stays():
+    """Would catch a turn that the policy ended otherwise than the template does, in whose place the template's end is
+    left out of the next prompt."""
+    call = SimpleNamespace(id=0, prompt_ids=[1, 5], template_ids=[1, 5], sampled_ids=[7, 8, 0])
+    decode = lambda ids: " ".join(map(str, ids))
+    for end, expected in (2, [1, 5, 7, 8, 0, 2, 9]), (0, [1, 5, 7, 8, 0, 9]):
+        assert graft.graft([1, 5, 7, 8, end, 9], [call], {0: None}, {0, 2}, decode, "exact") == (expected, call, None)
+
+
 def row(messages, kind="main", tools=3, id=0, **kw):
     call = proxy.Pending(None, 0., kind=kind, num_tools=tools, id=id, **kw)
     call.outline = graft.outline([{"role": r, "content": c} for r, c in messages], {})

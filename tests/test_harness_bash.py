@@ -108,6 +108,12 @@ def test_fence(tmp_path, text):
     assert (tmp_path / "work/f").read_text() == "1\n" and os.listdir(tmp_path / "work") == ["f"]
 
 
+def test_a_command_with_a_nul_byte_is_run_without_it(tmp_path):
+    """Would catch a reply that no process can be started with, and that ends the agent."""
+    result, requests = episode(tmp_path, ["echo a\0b", "DONE"])
+    assert result.returncode == 0 and shown(requests) == "exit 0\nab", result
+
+
 def test_time_limit_kills_the_children_too(tmp_path):
     """Would catch a time-out that kills bash alone, or one that waits for a grandchild which holds the pipe."""
     started = time.monotonic()
@@ -234,7 +240,10 @@ def test_load():
 
 
 def test_concurrent_builds_leave_one_runtime(tmp_path):
-    """Would catch ranks that start together and use a half-copied runtime, or fail because it is there already."""
+    """Would catch ranks that start together and use a half-copied runtime, or fail because it is there already; and
+    what a killed build leaves behind for ever."""
+    (tmp_path / "building-killed").mkdir()
+    os.utime(tmp_path / "building-killed", (0, 0))
     env = {**os.environ, "HARNESS_RL_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "harnesses", "build", "bash"]
     builds = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]

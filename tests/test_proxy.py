@@ -298,7 +298,8 @@ def test_bad_engine_arguments(tiny):
 
 
 def test_proxy_command_by_hand(tiny, tmp_path):
-    """Would catch a command that does not serve, does not record, or leaves its folder in /tmp after Ctrl-C."""
+    """Would catch a command that does not serve, does not record, or leaves its folder in /tmp after Ctrl-C; and a web
+    page in this machine's browser that adds calls to the record."""
     with socket.create_server(("127.0.0.1", 0)) as server: port = server.getsockname()[1]
     (tmp_path / "script").write_text("hello\n")
     command = [sys.executable, "proxy.py", "--model", tiny, "--session", "me", "--port", str(port),
@@ -308,6 +309,8 @@ def test_proxy_command_by_hand(tiny, tmp_path):
                                stderr=subprocess.PIPE, text=True)
     try:
         assert f"127.0.0.1:{port}" in process.stdout.readline()
+        page = httpx.post(f"http://127.0.0.1:{port}{CHAT}", json={"messages": USER}, headers={"Origin": "http://x.com"})
+        assert page.status_code == 403
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x")
         assert client.chat.completions.create(model="policy", messages=USER).choices[0].message.content == "hello"
         process.send_signal(2)
@@ -352,12 +355,58 @@ def test_a_request_at_fault_is_no_call_in_which_the_engine_failed(real, connect)
     session = connect(real)
     client = connect.client(session)
     for body, headers in (({"logprobs": True, "top_logprobs": 21}, {}), ({"stop_token_ids": [10**9]}, {}),
-                          ({"logprobs": True, "logprob_token_ids": [1]}, {}), ({}, {"X-data-parallel-rank": "9"})):
-        answer = client.post(CHAT, json={"model": "policy", "messages": USER, "max_tokens": 3} | body, headers=headers)
+                          ({"logprobs": True, "logprob_token_ids": [1]}, {}), ({}, {"X-data-parallel-rank": "9"}),
+                          ({}, {"X-Vllm-Priority": "9" * 20}), ({"stop": ["half"]}, {})):
+        body = json.dumps({"model": "policy", "messages": USER, "max_tokens": 3} | body).encode()
+        body = body.replace(b"half", b"\xed\xa0\x80")      # of a character, as bytes that are no UTF-8
+        answer = client.post(CHAT, content=body, headers=headers | {"content-type": "application/json"})
         assert answer.status_code in (200, 400), answer.text
         assert not (session.refused or "").startswith("status 5")
     calls = tree.read(session.record).calls
-    assert 0 < len(calls) < 4 and all(c.finish in ("stop", "length") for c in calls)
+    assert 0 < len(calls) < 6 and all(c.finish in ("stop", "length") for c in calls)
+    assert not real.engine.output_processor.request_states
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
+def test_a_reply_that_json_cannot_tell_is_told(scripted, connect, kind, stream):
+    """Would catch a policy whose own words break the answer: what it said is on record and trained, but the harness
+    got an error, and ended or asked for ever."""
+    said = ['{"command": "\\ud83d"}', "[]", '{"limit_s": NaN}', '{"limit_s": 1e999}']
+    session = connect(scripted, [f'<tool_call>{{"name": "run", "arguments": {x}}}</tool_call>' for x in said])
+    function = TOOLS[0]["function"]
+    path, body = {"chat": (CHAT, {"messages": USER, "tools": TOOLS}),
+                  "messages": (MESSAGES, {"messages": USER, "max_tokens": 99, "tools": [
+                      {"name": "run", "input_schema": function["parameters"]}]}),
+                  "responses": (RESPONSES, {"input": USER, "tools": [{"type": "function", **function}]})}[kind]
+    for x in said:
+        answer = connect.client(session).post(path, json=body | {"model": "policy", "stream": stream})
+        assert answer.status_code == 200 and '"run"' in answer.text, answer.text
+        assert not any(error in answer.content for error in proxy.ERRORS) and session.refused is None, (x, answer.text)
+    assert all(c.finish == "stop" for c in session.calls)
+
+
+def test_an_error_keeps_its_status_while_others_are_rendered(scripted, connect, monkeypatch):
+    """Would catch a prompt that is too long and is told so behind the status 200, since it had to wait for its turn:
+    the harness would not compact but see a broken connection."""
+    renderer = scripted.uvicorn.app.app.state.online_renderer
+    render = renderer.preprocess_chat
+
+    async def late(*args, **kw):
+        await asyncio.sleep(1)
+        return await render(*args, **kw)
+    monkeypatch.setattr(renderer, "preprocess_chat", late)
+    monkeypatch.setattr(proxy, "FIRST_SIGN_S", 0.1)
+    answer = ask(connect.client(connect(scripted, ["x"])), [{"role": "user", "content": "word " * 2000}])
+    assert answer.status_code == 400 and "maximum context length" in answer.text
+
+
+def test_ends_of_turn_are_also_those_of_the_generation_config(scripted, tokenizer):
+    """Would catch a model that ends its turns with a token which only generation_config.json names: each turn would
+    fork."""
+    told = types.SimpleNamespace(try_get_generation_config=lambda: {"eos_token_id": [0, 2]})
+    ends = type(scripted.engine).eos_ids.func(types.SimpleNamespace(model_config=told, get_tokenizer=lambda: tokenizer))
+    assert ends == {0, 2} and scripted.engine.eos_ids == {tokenizer.eos_token_id}
 
 
 def test_a_reply_that_nobody_was_told_is_not_trained(scripted, connect):
@@ -877,6 +926,9 @@ def test_replay_goes_live_where_the_prompt_differs(scripted, connect, tmp_path):
     calls = tree.read(new.record).calls
     assert calls[0].sampled_ids == recorded.calls[0].sampled_ids and set(calls[0].logp_rollout) == {-0.25}
     assert [c.cause for c in calls] == [None, None] and len(tree.build(tree.read(new.record)).paths) == 1
+    other = tree.read(old.record).calls[:1]
+    other[0].prompt_ids = other[0].prompt_ids + [5]         # of another graft: the log-probabilities are those behind it
+    assert say(connect.client(connect(scripted, ["live"], replay=other)), USER)[0] == "live"
     strict = connect(scripted, ["never"], replay=list(recorded.calls), is_strict=True)
     refused = ask(connect.client(strict), [{"role": "user", "content": "else"}])
     assert refused.status_code == 400 and "replay: call 0: token" in refused.text and not strict.calls
@@ -1311,6 +1363,23 @@ def test_two_live_equal_requests_are_two_samples(real, connect):
     for t in threads: t.join(30)
     one, two = tree.read(session.record).calls
     assert one.prompt_ids == two.prompt_ids and {one.finish, two.finish} == {"length"}
+    assert {one.cause, two.cause} == {None, "retry"}
+
+
+def test_a_fork_beside_a_running_call_has_a_cause(scripted, connect):
+    """Would catch a history that is edited while the call before it still runs, and a branch that no metric shows."""
+    session = connect(scripted, ["one", "two", "three"])
+    _, messages = say(connect.client(session), USER)
+    with held(scripted):
+        threads = []
+        for i, word in enumerate("ab"):
+            threads.append(threading.Thread(target=ask, args=(
+                connect.client(session), [*messages, {"role": "user", "content": word}])))
+            threads[-1].start()
+            until(lambda: len(session.seen) == i + 2)
+    for t in threads: t.join(30)
+    assert [s.continues for s in session.seen] == [None, 0, 0]
+    assert [s.cause for s in session.seen] == [None, None, "history_edited"]
 
 
 def test_requests_at_once_are_typed_by_one_another(scripted, connect, monkeypatch):

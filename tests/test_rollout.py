@@ -424,6 +424,21 @@ def test_a_record_that_cannot_be_ended_is_an_infra_error(run, monkeypatch, capsy
     assert "No space left" in capsys.readouterr().err
 
 
+def test_a_call_that_is_not_on_record_is_a_fault_of_ours(run, scripted, monkeypatch):
+    """Would catch a disk that is full for a moment: the agent asked again, and its rollout was trained without what it
+    had sampled before, or with a reward of 0 for its failure."""
+    append, failed = tree.append, []
+
+    def full(path, line):
+        if line["type"] == "call" and not failed:
+            failed.append(line)
+            raise OSError(28, "No space left on device", str(path))
+        append(path, line)
+    monkeypatch.setattr(tree, "append", full)
+    done = run(scripted, ("true", "true", "DONE"), test=f"echo 1 {REWARD}")
+    assert failed and (done.outcome, done.reward) == ("infra_error", None) and "No space left" in done.detail
+
+
 def test_weights_of_several_rewards():
     """Would catch rewards that are added up unasked, a name that is missing and counts 0, and hand values."""
     parse, text = rollout.parse_reward, '{"a": 1, "b": 0.5, "calls": [1, 2]}'
@@ -510,7 +525,7 @@ class Killer(Runner):
             self.hits[box.name] += bool(alive)
 
 
-@pytest.mark.parametrize("num, where", [(34, "bubblewrap"), *(
+@pytest.mark.parametrize("num, where", [(50, "bubblewrap"), *(
     pytest.param(*case, marks=pytest.mark.slow) for case in ((250, "bubblewrap"), (50, "docker")))])
 def test_random_kills(scripted, tmp_path, request, num, where):
     """Would catch a rollout that hangs, has no outcome, or the wrong reward after a kill of its harness, container or
