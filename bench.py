@@ -396,10 +396,11 @@ def compare_servers(model: str, loads: list, budget_s: float) -> list:
 def bench_proxy(args) -> dict:
     num_calls, scale = args.num or 4, args.scale or 1.
     long, grown, budget_s = round(20_000 * scale), round(5000 * scale), 40 * scale
-    load = compare_servers(args.model or "smollm2", [(c, 8, 0, num_calls) for c in args.clients], budget_s)
-    *more, session = compare_servers(args.model or "two-layer", [
-        *((c, long, 0, num_calls) for c in args.clients), (1, grown, grown, 20)], budget_s)
-    return {"load": load + more, "session": [session]}
+    short = [(c, 8, 0, num_calls) for c in args.clients]
+    more = [*((c, long, 0, num_calls) for c in args.clients), (1, grown, grown, 20)]
+    loads = {args.model: short + more} if args.model else {"smollm2": short, "two-layer": more}
+    *load, session = [row for model, x in loads.items() for row in compare_servers(model, x, budget_s)]
+    return {"load": load, "session": [session]}
 
 
 def grow_session(record: Path, num_calls: int) -> tuple:
