@@ -524,9 +524,11 @@ def save_tokens(file: Path, rollouts: list, trees: list, batch: Batch, seen, **c
     file.parent.mkdir(exist_ok=True)
     call, pos = (np.concatenate([a for t in trees for a in getattr(t, k)] or [[]]) for k in ("call", "trained"))
     columns = {k: np.where(seen | (k == "adv"), v, np.nan).astype(np.float32) for k, v in columns.items()}
-    np.savez_compressed(file, id=np.array([r.id for r in rollouts], dtype=str), rollout=batch.rollout.int(),
-                        started_s=[r.started_s for r in rollouts], call=call.astype(np.int32),
-                        pos=pos.astype(np.int32), **columns)
+    with open(tmp := file.with_suffix(".tmp"), "wb") as f:          # a file: to a mere name numpy would add .npz
+        np.savez_compressed(f, id=np.array([r.id for r in rollouts], dtype=str), rollout=batch.rollout.int(),
+                            started_s=[r.started_s for r in rollouts], call=call.astype(np.int32),
+                            pos=pos.astype(np.int32), **columns)
+    tmp.rename(file)                                                # whole, or not there
 
 
 def tied(model) -> set:

@@ -1,14 +1,16 @@
 """A page over run folders, as they grow: curves, health in words, every rollout's tree, calls and tokens.
 
     python viewer.py RUN_DIR...                     http://127.0.0.1:8765, for this machine alone
-    python viewer.py RUN_DIR --export out.html      one file with everything in it, for a colleague or an appendix
+    python viewer.py RUN_DIR --export out.html      one file, for a colleague or an appendix
 
-RUN_DIR: an --out of train.py or rollout.py, or any folder of records (tree.py). Read only: nothing is written there.
+RUN_DIR: an --out of train.py or rollout.py, or any folder of records (tree.py). Read only: nothing is written there. An
+exported page lacks the search of logs and replies, and of the rollouts beyond --export_rollouts all but their rows.
 Covered: a rollout's text only ever becomes text (the page builds no HTML from data, and its content security policy
 runs its own script alone); on loopback a request must name that as its Host (DNS rebinding); an id is looked up.
 Not covered: there is no password. Who reaches --host reads every prompt; other users of this machine reach loopback."""
-import argparse, base64, contextlib, hashlib, json, math, re, threading, time, uuid
+import argparse, base64, contextlib, hashlib, json, math, os, re, threading, time, uuid, zipfile, zlib
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,7 +24,7 @@ import numpy as np
 import rollout, tree
 
 LOOPBACK = ("127.0.0.1", "localhost")
-LOG_BYTES = 100_000                         # shown of each end of a log
+LOG_BYTES = 100_000                         # shown of each end of what a harness, or a verifier, printed
 OUTCOMES = {"ok": "The harness ended normally", "overlong": "The harness ran out of turns or of its token budget",
             "timeout": "The agent's time limit ended it", "harness_error": "The harness ended with an error status",
             "verifier_error": "The verifier gave no reward", "infra_error": "Sandbox, image or disk failed",
@@ -36,8 +38,18 @@ Line = msgspec.defstruct("Line", [
     ("started_s", float | None, None), ("kind", str, ""), ("cause", str | None, None), ("parent", int | None, None),
     ("shared", int, 0), ("tail", msgspec.Raw, msgspec.Raw(b"[]")), ("sampled", msgspec.Raw, msgspec.Raw(b"[]")),
     ("finish", str, ""), ("received_s", float | None, None), ("finished_s", float | None, None), ("detail", str, ""),
-    ("outcome", str | None, None), ("reward", float | None, None), ("seconds", dict[str, float], {})])
+    ("outcome", str | None, None), ("reward", float | None, None), ("seconds", dict[str, float], {}),
+    ("verifier_at", int | None, None)])
 decode_line = msgspec.json.Decoder(Line).decode
+
+
+def decode(text: bytes):
+    """A record's line. Half a surrogate pair (json's way to write a byte that is no UTF-8) msgspec refuses."""
+    try: return decode_line(text)
+    except msgspec.MsgspecError:
+        return decode_line(json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace"))
+
+
 count = lambda raw: 0 if len(raw) < 3 else bytes(raw).count(b",") + 1       # numbers in an unparsed JSON list
 
 
@@ -52,22 +64,30 @@ whole_lines = lambda path: path.read_bytes().split(b"\n")[:-1]              # th
 state_of = lambda path: (path.stat().st_mtime_ns, path.stat().st_size)
 
 
+def records(root: Path):
+    """Yields what may be records; what lies in NAME.artifacts is an agent's own."""
+    for folder, folders, files in os.walk(root):            # rglob would raise where a folder is renamed meanwhile
+        folders[:] = [x for x in folders if not x.endswith(".artifacts")]
+        yield from (Path(folder, x) for x in files if x.endswith(".jsonl"))
+
+
 def read_row(path: Path, id: str) -> dict:
     """What the list shows of a record, finished or not."""
-    (folder, _, name), sizes = id.rpartition("/"), {}
+    (folder, _, name), sizes, kinds = id.rpartition("/"), {}, {}
     row = {"id": id, "folder": folder.removeprefix("rollouts/"), "name": name, "task": "", "harness": "",
            "started_s": None, "outcome": None, "reward": None, "detail": "", "seconds": {}, "calls": 0, "sampled": 0,
-           "tokens": 0, "cut": 0, "engine_s": 0., "forks": {}, "cost": 0, "kinds": []}
-    copied = {"rollout": ("task", "harness", "started_s"), "end": ("outcome", "reward", "detail", "seconds")}
+           "tokens": 0, "cut": 0, "engine_s": 0., "forks": {}, "cost": 0, "verifier_at": None}
+    copied = {"rollout": ("task", "harness", "started_s"),
+              "end": ("outcome", "reward", "detail", "seconds", "verifier_at")}
     for i, text in enumerate(whole_lines(path), 1):
-        try: line = decode_line(text)
-        except msgspec.MsgspecError as e:
-            row["error"] = f"line {i}: {e}"
+        try: line = decode(text)
+        except ValueError as e:
+            row.setdefault("error", f"line {i}: {e}")
             continue
         row |= {k: getattr(line, k) for k in copied.get(line.type, ())}
+        if line.type in ("call", "kind"): kinds[line.id] = line.kind           # a later call may retype an earlier one
         if line.type != "call": continue
         prompt, sampled, fork = line.shared + count(line.tail), count(line.sampled), row["forks"]
-        if line.kind not in row["kinds"]: row["kinds"].append(line.kind)
         if line.cause:
             num, tokens = fork.get(line.cause, (0, 0))
             cost = tree.fork_cost(prompt, sizes.get(line.parent, 0), line.shared)
@@ -77,38 +97,49 @@ def read_row(path: Path, id: str) -> dict:
         took_s = line.finished_s - line.received_s if line.finished_s and line.received_s else 0.
         for k, v in (("calls", 1), ("sampled", sampled), ("cut", line.finish == "length"), ("engine_s", took_s)):
             row[k] += v
-    return row
+    return row | {"kinds": list(dict.fromkeys(kinds.values()))}
 
 
 class Run:
     def __init__(self, root: Path, name: str):
         self.root, self.name, self.rows, self.metrics, self.config, self.gen = root, name, {}, [], {}, 0
-        self.states, self.metrics_gen = {}, 0               # of files when they were read; rows: by record
+        self.states, self.metrics_gen, self.gone = {}, 0, {}        # states: of files when they were read
 
     def refresh(self, gen: int) -> bool:
         """Reads what is new and marks it, and the run, with gen. -> is anything?"""
-        before, config, metrics = self.gen, self.root / "config.json", self.root / "metrics.jsonl"
-        if not self.config and config.is_file():
-            with contextlib.suppress(ValueError): self.config, self.gen = json.loads(config.read_text()), gen
-        if metrics.is_file() and (state := state_of(metrics)) != self.states.get(metrics):
-            self.metrics, self.states[metrics], self.metrics_gen, self.gen = [], state, gen, gen
-            for text in whole_lines(metrics):
-                with contextlib.suppress(ValueError): self.metrics.append(clean(json.loads(text)))
-        for path in self.root.rglob("*.jsonl"):
+        before, rows, states = self.gen, {}, {}
+
+        def is_new(path: Path) -> bool:
+            states[path] = state_of(path)
+            return states[path] != self.states.get(path)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if is_new(path := self.root / "config.json"): self.config, self.gen = json.loads(path.read_text()), gen
+        with contextlib.suppress(FileNotFoundError):
+            if is_new(path := self.root / "metrics.jsonl"):
+                self.metrics, self.metrics_gen, self.gen = [], gen, gen
+                for text in whole_lines(path):
+                    with contextlib.suppress(ValueError): self.metrics.append(clean(json.loads(text)))
+        for path in records(self.root):
             with contextlib.suppress(FileNotFoundError):
-                if (state := state_of(path)) == self.states.get(path): continue
+                if not is_new(path):
+                    if path in self.rows: rows[path] = self.rows[path]
+                    continue
                 if path not in self.rows:
-                    with open(path, "rb") as f: head = f.readline()
+                    with open(path, "rb") as f: head = f.readline(65536)
                     if not re.match(rb'\s*\{\s*"type":\s*"rollout".*\n', head): continue      # no record, or not yet
                 id = path.relative_to(self.root).as_posix().removesuffix(".jsonl")
-                self.rows[path], self.states[path], self.gen = read_row(path, id) | {"gen": gen}, state, gen
+                rows[path], self.gen = read_row(path, id) | {"gen": gen}, gen
+        gone = {self.rows[path]["id"]: gen for path in self.rows.keys() - rows.keys()}
+        if gone: self.gone, self.gen = self.gone | gone, gen
+        self.rows, self.states = rows, states               # new ones: other threads may be reading the old
         return self.gen > before
 
     def news(self, since: int) -> dict:
         own = [x for x in self.rows.values() if x["folder"] != "demonstrations"]        # these are no evidence
         of = lambda harness: [SimpleNamespace(**x) for x in own if x["harness"] == harness]
         return {"name": self.name, "config": self.config, "rows": [x for x in self.rows.values() if x["gen"] > since],
-                "metrics": self.metrics if self.metrics_gen > since else None,
+                "gone": [id for id, gen in self.gone.items() if gen > since],
+                "metrics": self.metrics if self.metrics_gen > since else None, "metrics_gen": self.metrics_gen,
                 "health": health(self.config, self.metrics, own),
                 "summary": {h: rollout.summary(of(h)) for h in {x["harness"] for x in own}}}
 
@@ -184,31 +215,44 @@ def why(row: dict, verifier: str, left_out: dict) -> list:
 
 # --- what it reads ----------------------------------------------------------------------------------------------------
 @lru_cache(8)
-def load(path: Path, mtime_ns: int): return tree.read(path)          # mtime_ns: the cache forgets what has changed
+def load(path: Path, state: tuple): return tree.read(path)          # state: the cache forgets what has changed
 
 
 @lru_cache(2)
-def tokens_file(path: Path, mtime_ns: int):
+def tokens_file(path: Path, state: tuple):
     with np.load(path) as f: return dict(f)
 
 
-def token_columns(run: Run, folder: str, record) -> dict:
-    """call -> old, now, adv of its sampled tokens, NaN where train.py (--save_tokens) computed none."""
-    begun, out = re.match(r"step-(\d+)", folder), {}
+def grow(run: Run, folder: str, record):
+    """The tree by the run's flags, as train.py grows it; of an evaluation nothing is trained."""
+    flag = run.config.get
+    kinds = "main", *["subagent"] * flag("train_subagents", False), *["compaction"] * flag("train_compaction", False)
+    built = tree.build(record, kinds, flag("keep", "all"))
+    if not folder.startswith("eval"): return built
+    return replace(built, call=[], num_trained=0, left_out={"evaluation": len(record.calls)})
+
+
+def token_columns(run: Run, folder: str, record) -> tuple:
+    """-> call -> old, now, adv of its sampled tokens, NaN where train.py (--save_tokens) computed none; sentences on
+    files that cannot be read."""
+    begun, out, broken = re.match(r"step-(\d+)", folder), {}, []
     last = run.config.get("max_staleness", 0) if run.config.get("carry_over") else 0    # trained so many steps later
     for step in range(int(begun[1]), int(begun[1]) + last + 1) if begun else ():
         file = run.root / "tokens" / f"step-{step:04}.npz"
         if not file.is_file(): continue
-        t = tokens_file(file, file.stat().st_mtime_ns)
+        try: t = tokens_file(file, state_of(file))
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+            broken.append(f"What training made of its tokens is not shown: tokens/{file.name} cannot be read: {e}")
+            continue
         mine = np.flatnonzero((t["id"] == record.id) & (t["started_s"] == record.started_s))
         if len(mine): break
-    else: return {}
+    else: return {}, broken
     for c in record.calls:
         at = np.flatnonzero(np.isin(t["rollout"], mine) & (t["call"] == c.id))
         out[c.id] = {name: np.full(len(c.sampled_ids), np.nan) for name in ("old", "now", "adv") if len(at)}
         for name, column in out[c.id].items():
             column[t["pos"][at] - len(c.prompt_ids)] = t[{"old": "logp_old", "now": "logp"}.get(name, name)][at]
-    return out
+    return out, broken
 
 
 @lru_cache
@@ -221,14 +265,18 @@ def load_tokenizer(model: str):
     return Tokenizer.from_file(str(file)) if model and file.is_file() else None
 
 
-def logs(path: Path) -> tuple:
-    """-> the harness's output and the verifier's; of a long log both ends."""
-    if not path.is_file(): return "", ""
-    raw = path.read_bytes()
-    if (more := len(raw) - 2 * LOG_BYTES) > 0:
-        raw = raw[:LOG_BYTES] + f"\n[... {more:,} bytes left out ...]\n".encode() + raw[-LOG_BYTES:]
-    harness, mark, verifier = ("\n" + raw.decode(errors="replace")).rpartition("\n=== verifier\n")
-    return (harness if mark else verifier).removeprefix("\n"), verifier if mark else ""
+def logs(path: Path, row: dict) -> tuple:
+    """-> the harness's output and the verifier's; of a long one both ends. Where there is no verifier_at (an older
+    record), the last mark counts, but only with an outcome that tells of a verifier: a harness can print the mark."""
+    raw, at = path.read_bytes() if path.is_file() else b"", row["verifier_at"]
+    is_judged = (row["outcome"] in ("ok", "overlong", "timeout", "harness_error") and row["reward"] is not None
+                 and not row["detail"].startswith("the workspace cannot be carried over"))
+    if at is None: at = raw.rfind(b"\n=== verifier\n") + 1 if is_judged else 0
+
+    def ends(x):
+        more = f"\n[... {len(x) - 2 * LOG_BYTES:,} bytes left out ...]\n".encode()
+        return (x if len(x) <= 2 * LOG_BYTES else x[:LOG_BYTES] + more + x[-LOG_BYTES:]).decode(errors="replace")
+    return (ends(raw[:at].removesuffix(b"\n")), ends(raw[at:].partition(b"\n")[2])) if at else (ends(raw), "")
 
 
 # --- the answers, as JSON-able objects; an export holds the same ------------------------------------------------------
@@ -256,25 +304,25 @@ class Viewer:
             return clean({"boot": self.boot, "gen": self.gen, "runs": runs})
 
     def find(self, id: str) -> tuple:
-        """-> run, path of the record, the record, what training wrote of its tokens."""
+        """-> run, path of the record, its row, the record."""
         run, _, name = id.partition("/")
         run = self.runs.get(run)
         path = run and run.root / f"{name}.jsonl"
-        if not run or path not in run.rows: raise LookupError(f"no rollout {id}")
-        record = load(path, path.stat().st_mtime_ns)
-        return run, path, record, token_columns(run, run.rows[path]["folder"], record)
+        if not run or (row := run.rows.get(path)) is None: raise LookupError(f"no rollout {id}")
+        return run, path, row, load(path, state_of(path))
 
     def rollout(self, id: str) -> dict:
-        run, path, record, columns = self.find(id)
-        row, built, by_id = run.rows[path], tree.build(record), {c.id: c for c in record.calls}
+        run, path, row, record = self.find(id)
+        built, by_id = grow(run, row["folder"], record), {c.id: c for c in record.calls}
+        trained = {i for a in built.call for i in a.tolist()}
+        columns, broken = token_columns(run, row["folder"], record)
         text = lambda ids: "".join(self.text(record.model, ids))
-        in_loss = {i for a in built.call for i in a.tolist()}
-        harness_log, verifier = logs(path.with_suffix(".log"))
+        harness_log, verifier = logs(path.with_suffix(".log"), row)
         mean = lambda x: x[~np.isnan(x)].mean().item() if not np.isnan(x).all() else None
 
         def show(c):
             parent, n, column = by_id.get(c.parent), c.shared, columns.get(c.id)
-            return {**tree.call_row(c), "trained": c.id in in_loss,
+            return {**tree.call_row(c), "trained": c.id in trained,
                     "wait_s": c.received_s and c.received_s - record.started_s,
                     "took_s": c.finished_s and c.received_s and c.finished_s - c.received_s,
                     "cost": tree.fork_cost(len(c.prompt_ids), len(parent.ids), n) if c.cause and parent else 0,
@@ -286,20 +334,21 @@ class Viewer:
         told = f"no tokenizer.json for model {record.model}: tokens are shown as their ids; give --tokenizer DIR"
         return clean({"row": row | {"run": run.name}, "calls": [show(c) for c in record.calls], "group": sorted(group),
                       "num_unique": built.num_unique, "num_flat": built.num_flat, "num_trained": built.num_trained,
-                      "why": why(row, verifier, built.left_out), "harness_log": harness_log, "verifier": verifier,
+                      "why": why(row, verifier, built.left_out) + broken,
+                      "harness_log": harness_log, "verifier": verifier,
                       "asked": text(record.calls[0].prompt_ids[-120:]) if record.calls else "",
                       "more": record.more, "tokenizer": None if self.decoder(record.model) else told})
 
     def tokens(self, id: str, call: str, start="0", end="0") -> dict:
-        """Tokens [start, end) of a call's prompt and reply, 20,000 at most: text; and of what was sampled the engine's
-        logp, the trainer's before the update (old) and when last computed (now), adv, mask (is it trained?)."""
-        _, _, record, columns = self.find(id)
+        """Tokens [start, end) of a call's prompt and reply: text; and of what was sampled the engine's logp, the
+        trainer's before the update (old) and when last computed (now), adv, mask (is it trained?)."""
+        run, _, row, record = self.find(id)
         c = {c.id: c for c in record.calls}.get(int(call))
         if c is None: raise LookupError(f"no call {call} in {id}")
         start, n = max(0, int(start)), len(c.prompt_ids)
-        ids = c.ids[start:min(int(end), start + 20_000)]
-        is_trained = any(c.id in a for a in tree.build(record).call)
-        columns = {"logp": c.logp_rollout, "mask": [int(is_trained)] * len(c.sampled_ids), **columns.get(c.id, {})}
+        ids, is_trained = c.ids[start:max(0, int(end))], any(c.id in a for a in grow(run, row["folder"], record).call)
+        columns = {"logp": c.logp_rollout, "mask": [int(is_trained)] * len(c.sampled_ids),
+                   **token_columns(run, row["folder"], record)[0].get(c.id, {})}
         return clean({"start": start, "ids": ids, "text": self.text(record.model, ids),
                       **{k: ([None] * n + list(map(float, v)))[start:start + len(ids)] for k, v in columns.items()}})
 
@@ -309,7 +358,7 @@ class Viewer:
         hits, begin, records = [], time.monotonic(), sorted(self.runs[run].rows.items(), reverse=True)
         for i, (path, row) in enumerate(records[int(after):], int(after)):
             if time.monotonic() - begin > 2: return {"hits": hits, "next": i, "of": len(records)}
-            for where, text in {"log": "\n".join(logs(path.with_suffix(".log"))), **self.replies(path)}.items():
+            for where, text in {"log": "\n".join(logs(path.with_suffix(".log"), row)), **self.replies(path)}.items():
                 if (at := text.lower().find(q.lower())) >= 0:
                     hits.append({"id": row["id"], "where": where, "text": text[max(0, at - 60):at + 100]})
                     break
@@ -319,7 +368,7 @@ class Viewer:
         """call -> what was sampled."""
         lines = []
         for text in whole_lines(path):
-            with contextlib.suppress(msgspec.MsgspecError): lines.append(decode_line(text))
+            with contextlib.suppress(ValueError): lines.append(decode(text))
         tok, calls = self.decoder(next((x.model for x in lines), "")), [x for x in lines if x.type == "call"]
         if tok is None: return {}
         texts = tok.decode_batch([msgspec.json.decode(x.sampled) for x in calls], skip_special_tokens=False)
@@ -356,22 +405,27 @@ def page(data="null") -> tuple:
 
 
 def export(viewer: Viewer, file: Path, limit: int):
-    """Everything but rollouts, and of these at most `limit`: in turn by harness, outcome and reward, failures first."""
-    state, turns, num = viewer.state(), [], Counter()
+    """All but rollouts, and of these at most `limit`, whole: in turn by harness, outcome and reward, failures first. Of
+    a call it holds the tokens from where its parent's end; the page takes those before from the parent."""
+    state, turns, num, left_out, num_whole = viewer.state(), [], Counter(), [], 0
     answers = {"state": state}
     for run in state["runs"]:
         for row in sorted(run["rows"], key=lambda r: (r["reward"] or 0, -(r["started_s"] or 0))):
-            if "error" in row: continue
             kind = run["name"], row["harness"], row["outcome"], row["reward"]
             turns.append((num[kind], f"{run['name']}/{row['id']}"))
             num[kind] += 1
-    for _, id in sorted(turns, key=lambda t: t[0])[:limit]:
-        answers[f"rollout?id={id}"] = r = viewer.rollout(id)
-        for c in r["calls"]:
-            query = {"id": id, "call": c["id"], "start": 0 if c["parent"] is None else c["shared"]}
-            answers["tokens?" + "&".join(f"{k}={v}" for k, v in query.items())] = viewer.tokens(**query, end=1 << 30)
-    file.write_text(page(json.dumps(answers))[0])
-    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB, {min(limit, len(turns))} of {len(turns)} rollouts in full")
+    for _, id in sorted(turns, key=lambda t: t[0]):
+        if num_whole == limit: break
+        try:
+            whole = {f"rollout?id={id}": viewer.rollout(id)}
+            for c in whole[f"rollout?id={id}"]["calls"]:
+                start = 0 if c["parent"] is None else c["shared"]
+                whole[f"tokens?id={id}&call={c['id']}"] = viewer.tokens(id, c["id"], start, 1 << 30)
+        except (LookupError, ValueError, OSError) as e: left_out.append(f"{id}: {e}")
+        else: answers, num_whole = answers | whole, num_whole + 1
+    file.write_text(page(json.dumps(answers, separators=(",", ":")))[0])
+    told = f"; {len(left_out)} left out, as they cannot be read: {left_out[0]}" if left_out else ""
+    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB, {num_whole} of {len(turns)} rollouts in full{told}")
 
 
 class Server(ThreadingHTTPServer):
@@ -394,7 +448,7 @@ class Handler(BaseHTTPRequestHandler):
         if name == url.path or name not in answers: return self.reply(404, {"error": f"no {url.path}"})
         try: self.reply(200, answers[name](**dict(parse_qsl(url.query))))
         except LookupError as e: self.reply(404, {"error": str(e)})
-        except (ValueError, TypeError, FileNotFoundError) as e: self.reply(400, {"error": str(e)})
+        except (ValueError, TypeError, OSError) as e: self.reply(400, {"error": str(e)})
 
     def reply(self, status: int, body, kind="application/json", policy="default-src 'none'"):
         body = (body if isinstance(body, str) else json.dumps(body)).encode()

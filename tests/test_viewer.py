@@ -8,11 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from websockets.sync.client import connect as open_socket
 
 from conftest import make_task
@@ -138,8 +141,9 @@ def test_list_agrees_with_the_tree(tmp_path):
 
 
 def test_only_news_is_sent_and_no_record_is_opened_for_a_list(tmp_path):
-    """Would catch a list that parses every rollout or sends all of it at each poll, metrics that are lost when the file
-    is written anew, a torn line taken for a record, and a broken record or a removed one that takes the list down."""
+    """Would catch a list that parses every rollout or sends all of it at each poll, metrics or a configuration (of a
+    run resumed with more steps) that are lost when the file is written anew, a torn line taken for a record, a broken
+    record that takes the list down, and a removed one that stays, or for ever stays away."""
     for i in range(2000): write(tmp_path / "run" / f"{i}.jsonl", [call(0, [5] * 9, [6] * 3)])
     page, misses = viewer.Viewer([tmp_path / "run"]), viewer.load.cache_info().misses
     first = page.state()
@@ -151,16 +155,164 @@ def test_only_news_is_sent_and_no_record_is_opened_for_a_list(tmp_path):
     assert news(first)["runs"] == []
     (tmp_path / "run" / "torn.jsonl").write_text('{"type": "roll')
     (tmp_path / "run" / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n{"phase": "r')
-    (tmp_path / "run" / "7.jsonl").unlink()
+    (tmp_path / "run" / "7.jsonl").rename(tmp_path / "7")
     with open(tmp_path / "run" / "9.jsonl", "a") as f: f.write("{broken\n")
     second = news(first)
     (run,) = second["runs"]
     assert [r["id"] for r in run["rows"]] == ["9"] and "error" in run["rows"][0]
-    assert run["metrics"] == [{"phase": "rl", "step": 0}]
+    assert run["gone"] == ["7"] and run["metrics"] == [{"phase": "rl", "step": 0}]
     assert any("broken" in text for _, text in run["health"])
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 5}\n')
     assert news(second)["runs"][0]["metrics"] == [{"step": 5}] and news(first)["runs"][0]["rows"] == run["rows"]
+    (tmp_path / "7").rename(tmp_path / "run" / "7.jsonl")
+    third = news(second)
+    assert [r["id"] for r in third["runs"][0]["rows"]] == ["7"] and third["runs"][0]["gone"] == []
     assert len(page.state(second["gen"], "another start")["runs"][0]["rows"]) == 2000
+    for steps in (40, 60):
+        (tmp_path / "run" / "config.json").write_text(json.dumps({"steps": steps}))
+        third = news(third)
+        assert third["runs"][0]["config"] == {"steps": steps} and third["runs"][0]["rows"] == []
+
+
+def test_what_is_no_record_is_left_alone(tmp_path):
+    """Would catch an agent's own file (an artifact) listed as a rollout of the run, and another program's that is read
+    whole, or again at each poll."""
+    root = tmp_path / "run"
+    record = write(root / "a.jsonl", [call(0, [5], [6])])
+    (root / "a.artifacts" / "logs").mkdir(parents=True)
+    for fake in (root / "a.artifacts" / "b.jsonl", root / "a.artifacts" / "logs" / "c.jsonl"): shutil.copy(record, fake)
+    other = root / "other.jsonl"
+    with open(other, "wb") as f: f.truncate(2**26)
+    run = viewer.Run(root, "run")
+    tracemalloc.start()
+    run.refresh(1)
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+    assert list(run.rows) == [record]
+    was = other.stat()
+    with open(other, "r+b") as f: f.write(record.read_bytes())
+    os.utime(other, ns=(was.st_atime_ns, was.st_mtime_ns))          # as if nothing had changed
+    assert not run.refresh(2) and list(run.rows) == [record]
+    other.touch()
+    assert run.refresh(3) and list(run.rows) == [record, other]
+
+
+def test_a_scan_goes_on_while_the_run_does(tmp_path):
+    """Would catch a folder that is renamed during a scan, as a checkpoint is, and ends it with an error; and a rollout
+    that is asked for while the list grows under it."""
+    root, is_over = tmp_path / "run", threading.Event()
+    write(root / "a.jsonl", [])
+    for i in range(50): (root / f"folder{i}" / "below").mkdir(parents=True)
+
+    def rename():
+        while not is_over.is_set():
+            for a, b in (("folder", "renamed"), ("renamed", "folder")):
+                for i in range(50): (root / f"{a}{i}").rename(root / f"{b}{i}")
+    thread = threading.Thread(target=rename)
+    thread.start()
+    run = viewer.Run(root, "run")
+    try:
+        for gen in range(100): run.refresh(gen)
+    finally:
+        is_over.set()
+        thread.join()
+    reader = iter(run.rows.values())
+    write(root / "b.jsonl", [])
+    assert run.refresh(101) and [x["id"] for x in reader] == ["a"] and len(run.rows) == 2
+
+
+def test_odd_lines(tmp_path):
+    """Would catch a call that keeps the kind it was first given, a record that loses its end because a name in it is no
+    UTF-8, and bytes that are no UTF-8, in a line of their own, which end the server without a word of the file."""
+    path = write(tmp_path / "run" / "odd.jsonl", [call(0, [5], [6]), call(1, [5, 6, 7], [8])],
+                 end={"reward": 1.0, "detail": "wrote größe 🦊 \udcff"})
+    *lines, end = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, '{"type": "kind", "id": 1, "kind": "compaction"}\n', end]))
+    page = viewer.Viewer([tmp_path / "run"])
+    row = page.rollout("run/odd")["row"]
+    assert row["kinds"] == ["main", "compaction"] and (row["outcome"], row["reward"]) == ("ok", 1.0), row
+    assert row["detail"] == "wrote größe 🦊 ?" and "error" not in row
+    with open(path, "ab") as f: f.write(b'{"type": "end", "detail": "\xff"}\n{"ty\xff": 1}\n')
+    (told,) = viewer.Viewer([tmp_path / "run"]).state()["runs"]
+    assert any(t.startswith("1 records are broken: odd: line 6") for _, t in told["health"]), told["health"]
+
+
+def test_who_said_it(tmp_path):
+    """Would catch a verifier's words that are lost between a long log of the harness and its own, and a harness that
+    prints the mark and so speaks for a verifier: before it, or where none ran."""
+    mark, told = "\n=== verifier\n", lambda **end: viewer.read_row(write(path, [], end=end), "r")
+    path = tmp_path / "r.jsonl"
+    harness, verifier = "harness 🦊\n" * 30_000 + mark + "harness", "verifier\n" * 30_000
+    raw = (harness + mark + verifier).encode()
+    path.with_suffix(".log").write_bytes(raw)
+    for end in ({}, {"verifier_at": len(harness.encode()) + 1}):
+        a, b = viewer.logs(path.with_suffix(".log"), told(**end))
+        assert a.startswith("harness 🦊\n") and a.endswith(mark + "harness") and set(b.split()[:9]) == {"verifier"}
+        assert b.endswith("verifier\n") and f"{len(verifier) - 200_000:,} bytes left out" in b and len(b) < 201_000
+        assert f"{len(harness.encode()) - 200_000:,} bytes left out" in a
+    path.with_suffix(".log").write_text("a" + mark + "b" + mark + "c")
+    split = lambda **end: viewer.logs(path.with_suffix(".log"), told(**end))
+    assert split(verifier_at=2) == ("a", "b" + mark + "c") and split() == ("a" + mark + "b", "c")
+    for end in ({"reward": None}, {"outcome": "infra_error"}, {"outcome": "stale", "reward": None}, {"outcome": None},
+                {"detail": "the workspace cannot be carried over: too large"}):
+        assert split(**end) == ("a" + mark + "b" + mark + "c", ""), end
+
+
+def test_trained_is_what_the_run_trains(tmp_path):
+    """Would catch subagents' calls shown as left out where the run trains them, leaves that --keep leaves out shown as
+    trained, and an evaluation whose tokens look trained."""
+    calls = [call(0, [5, 6], [7, 8, 9]), call(1, [5, 4], [3], "nonce"), call(2, [4, 4], [3], "subagent")]
+    calls[2].kind = "subagent"
+    for config, folder, trained in (({}, "step-0000", [0, 1]), ({"train_subagents": True}, "step-0000", [0, 1, 2]),
+                                    ({"keep": "longest_leaf"}, "step-0000", [0]), ({}, "eval-end", [])):
+        root = tmp_path / f"{folder}{len(config)}{len(trained)}"
+        write(root / "rollouts" / folder / "a.jsonl", calls)
+        (root / "config.json").write_text(json.dumps(config))
+        page, id = viewer.Viewer([root]), f"{root.name}/rollouts/{folder}/a"
+        told = page.rollout(id)
+        assert [c["id"] for c in told["calls"] if c["trained"]] == trained, config
+        assert [i for i in range(3) if page.tokens(id, i, 0, 9)["mask"][-1]] == trained
+        assert told["num_trained"] == sum(len(calls[i].sampled_ids) for i in trained)
+    assert "Not trained: 3 calls (evaluation)" in told["why"] and told["num_unique"] == 7
+
+
+def test_a_half_written_file_of_tokens(run, tmp_path):
+    """Would catch a step's file of tokens that is there before it is whole, or spoilt when its successor cannot be
+    written; and one that was cut short, which then hides the rollout instead of its columns alone."""
+    file, save = tmp_path / "step-0000.npz", lambda started_s: train.save_tokens(
+        file, [SimpleNamespace(id="a", started_s=started_s)], [SimpleNamespace(call=[], trained=[])],
+        SimpleNamespace(rollout=torch.zeros(0)), np.zeros(0, bool))
+    save(5.0)
+    whole = file.read_bytes()
+    with pytest.raises(Exception): save(lambda: "numpy cannot write this")
+    assert file.read_bytes() == whole and [f.name for f in tmp_path.glob("*.npz")] == [file.name]
+    shutil.copytree(run, tmp_path / "run")
+    file, id = tmp_path / "run" / "tokens" / "step-0000.npz", "run/rollouts/step-0000/say.bash.0"
+    raw = file.read_bytes()
+    for cut in (0, len(raw) // 2, len(raw) - 9):
+        file.write_bytes(raw[:cut])
+        page = viewer.Viewer([tmp_path / "run"])
+        told = page.rollout(id)
+        assert "step-0000.npz cannot be read" in told["why"][-1] and told["calls"][0]["adv"] is None, cut
+        assert "adv" not in page.tokens(id, 0, 0, 9)
+
+
+def test_export_leaves_out_what_cannot_be_read(tmp_path, capsys):
+    """Would catch one broken record that ends an export, or is left out without a word, and a history that is stored
+    again for each call that goes on from it."""
+    history, calls = [5] * 9, []
+    for i in range(50):
+        calls.append(call(i, history + [4] * 40, [6] * 10))
+        history = calls[-1].ids
+    for name in "abc": path = write(tmp_path / "run" / f"{name}.jsonl", calls, {"started_s": float(ord(name))})
+    path.write_text(path.read_text().replace('"shared": 59', '"shared": 59000'))       # valid, but it makes no sense
+    viewer.export(viewer.Viewer([tmp_path / "run"]), tmp_path / "out.html", 2)
+    said = capsys.readouterr().out
+    assert "2 of 3 rollouts in full; 1 left out, as they cannot be read: run/c: " in said, said
+    data = json.loads(re.search('json">(.*?)</script>', (tmp_path / "out.html").read_text())[1])
+    for name in "ab":
+        held = [v["ids"] for k, v in data.items() if k.startswith(f"tokens?id=run/{name}&")]
+        assert len(held) == 50 and sum(map(len, held)) == len(history)
 
 
 def test_tokens(run, tokenizer):
@@ -228,6 +380,8 @@ def server(run, tmp_path_factory):
     """-> the address of the page over the run and a second one, which grows."""
     other = tmp_path_factory.mktemp("second") / "grows"
     write(other / "rollouts" / "step-0000" / "a.jsonl", [call(0, [5] * 9, [6] * 3)])
+    write(other / "rollouts" / "step-0002" / "overlap.jsonl",
+          [call(1, [5, 6], [7, 8]), call(0, [5, 6, 7, 4], [3], "retry")], log="a größe 🦊 of its own")
     for i in range(700): write(other / "rollouts" / "step-0001" / f"many-{i}.jsonl", [], {"started_s": 5.0})
     with viewer.Server(viewer.Viewer([run, other]), "127.0.0.1", 0) as s:
         threading.Thread(target=s.serve_forever, daemon=True).start()
@@ -344,8 +498,8 @@ def test_overview_says_which_harness_fails(tab, server):
 
 
 def test_grid_list_and_search(tab, server):
-    """Would catch a cell without its rollouts, a filter that shows others, a list that builds 700 rows at once, and a
-    search that does not find what a log or a reply holds."""
+    """Would catch a cell without its rollouts, a filter that shows others, a list that builds 700 rows at once, a
+    search that does not find what a log or a reply holds, shows the first run's hits alone, or is lost by a reload."""
     tab.open(server[0] + "#view=grid&run=run", "all(`.cell .sq`).length === 9 && all(`.cell`).length === 8")
     tab.click(".sq[title^='say.bash.0']")
     tab.wait("location.hash.includes('say.bash.0') && all(`article`).length")
@@ -357,12 +511,15 @@ def test_grid_list_and_search(tab, server):
         for event in ("new Event('input')", "new KeyboardEvent('keydown', {key: 'Enter'})"):
             tab.js(f"(all(`header input`)[0].value = '{word}', all(`header input`)[0].dispatchEvent({event}))")
         tab.wait(f"text(`main`).includes('in logs or replies') && text(`tbody`).includes('{name}') && {ROWS} === 1")
-    assert not tab.problems
+    tab.open(server[0] + "#view=list&q=größe+🦊&deep=1", f"text(`main`).includes('logs or replies') && {ROWS} === 2")
+    assert {"forked", "overlap"} == set(tab.js("all(`tbody a`).map(a => a.innerText)"))
+    tab.open(server[0] + "#view=list&run=none&q=x&deep=1", "text(`main`).includes('the search failed: no run none')")
+    tab.problems.clear()                                    # the answer's status 404
 
 
 def test_a_rollout_shows_its_fork_and_what_it_cost(tab, server):
-    """Would catch a tree without the branch, a call whose text or tokens do not appear, colours that do not follow the
-    data, keys that do nothing, and a deep link that opens another call."""
+    """Would catch a tree without the branch (also of a call whose parent began later), causes in one colour, a call
+    whose text or tokens do not appear, colours that do not follow the data, and a deep link that opens another call."""
     tab.open(server[0] + AT + "forked", "all(`article svg g`).length >= 6 && text(`.tok`).includes('three')")
     fork = tab.js("text(`.fork`)")
     assert "history_edited" in fork and "to three" in fork and re.search(r"[1-9]\d* tokens were computed again", fork)
@@ -377,6 +534,10 @@ def test_a_rollout_shows_its_fork_and_what_it_cost(tab, server):
         tab.open(f"{server[0]}{AT}say.bash.1&call=0&mode=tokens&color={color}", "all(`.tok .sampled`).length > 3")
         assert set(tab.js("all(`.tok .sampled`).map(e => e.style.background)")) == {f"rgba({seen})"}, color
     assert "advantage 1," in tab.js("all(`.tok .sampled`)[0].title")
+    causes = "history_edited compaction nonce retokenised retry side subagent system_changed thinking_dropped " \
+             "tool_call_rewritten tools_changed unknown volatile_tail".split()
+    colors = np.array([[int(c[i:i + 2], 16) for i in (1, 3, 5)] for c in tab.js(f"{causes}.map(causeColor)")])
+    assert min(np.linalg.norm(a - b) for i, a in enumerate(colors) for b in colors[:i]) > 60
     tab.key("j")
     tab.wait("location.hash.includes('call=1') && text(`.panel h2`).startsWith('Call 1')")
     tab.key("t")
@@ -385,18 +546,49 @@ def test_a_rollout_shows_its_fork_and_what_it_cost(tab, server):
     tab.wait("all(`article`).length === 2")
     whys = " ".join(tab.js("all(`.why`).map(e => e.innerText)"))
     assert "reward 0" in whys and "reward 1" in whys
+    tab.open(server[0] + "#view=rollout&id=grows/rollouts/step-0002/overlap", "all(`article svg g`).length >= 4")
+    assert tab.js("all(`article svg path`).length") == 1 and "retry" in tab.js("all(`article svg`)[0].textContent")
+    assert not tab.problems
+
+
+def test_keys(tab, server):
+    """Would catch a key of the page's last line that does nothing, or something else."""
+    at = lambda **q: tab.wait(" && ".join(["drawn === location.hash", *(f"params().{k} === '{q[k]}'" for k in q)]))
+    tab.open(server[0] + "#view=overview&run=run", "all(`svg`).length > 3")
+    tab.key("g")
+    at(view="grid", run="run")
+    tab.key("l")
+    at(view="list", run="run")
+    names = tab.js("all(`tbody a`).map(a => a.innerText)")
+    for key, i in (("j", 0), ("j", 1), ("j", 2), ("k", 1)):
+        tab.key(key)
+        assert tab.js("document.activeElement.innerText") == names[i]
+    tab.key("/")
+    assert tab.js("document.activeElement === all(`header input`)[0]")
+    tab.key("Escape")
+    tab.key("o")
+    at(view="overview")
+    me, other = (AT.removeprefix("#view=rollout&id=") + f"say.bash.{i}" for i in range(2))
+    tab.open(server[0] + AT + "say.bash.0&call=0", "all(`article`).length")
+    for key, q in (("j", {"call": 1}), ("k", {"call": 0}), ("n", {"id": other}), ("n", {"id": other}),
+                   ("p", {"id": me}), ("c", {"mode": "tokens", "color": "gap"}), ("c", {"color": "advantage"}),
+                   ("t", {"mode": "text"}), ("t", {"mode": "tokens"})):
+        tab.key(key)
+        at(**q)
     assert not tab.problems
 
 
 def test_a_page_grows_with_its_run(tab, server):
-    """Would catch a page that shows a rollout, its next call or its end only after a reload, or throws the reader off
-    the page when something else changes."""
+    """Would catch a page that shows a rollout, its next call, its end or its advantages only after a reload, keeps one
+    that was removed, or throws the reader off the page, or off the row, when something else changes."""
     folder = server[1] / "rollouts" / "step-0000"
     tab.open(server[0] + "#view=list&run=grows&q=step-0000", f"{ROWS} === 1")
+    tab.key("j")
     path = write(folder / "late.jsonl", [call(0, [5] * 9, [6] * 3), call(1, [5] * 9 + [6] * 3 + [7], [8])])
     whole = path.read_text().splitlines(keepends=True)
     path.write_text("".join(whole[:2]))
     tab.wait(f"{ROWS} === 2 && text(`main`).includes('unfinished')")
+    assert tab.js("document.activeElement.innerText") == "a"
     tab.open(server[0] + "#view=rollout&id=grows/rollouts/step-0000/late", "all(`.calls tbody tr`).length === 1")
     with open(path, "a") as f: f.write(whole[2])
     tab.wait("all(`.calls tbody tr`).length === 2")
@@ -406,6 +598,20 @@ def test_a_page_grows_with_its_run(tab, server):
     assert tab.js("window.mark.isConnected")
     with open(path, "a") as f: f.write("".join(whole[3:]))
     tab.wait("text(`.why`).includes('reward 0')")
+    record, column = tree.read(path), np.full(4, 0.125)
+    trees = [tree.build(record)]
+    train.save_tokens(server[1] / "tokens" / "step-0000.npz", [record], trees, train.make_batch(trees, 0), column > 0,
+                      adv=column, logp_old=column, logp=column)
+    (server[1] / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n')
+    tab.wait("S.runs.get('grows').metrics.length")
+    tab.js("location.hash = 'view=list&run=grows&q=step-0000'")
+    tab.wait(f"{ROWS} === 3")
+    tab.js("history.back()")
+    tab.wait("text(`.calls tbody`).includes('0.125')")
+    tab.js("history.forward()")
+    tab.wait(f"{ROWS} === 3")
+    (folder / "another.jsonl").unlink()
+    tab.wait(f"{ROWS} === 2")
     assert not tab.problems
 
 
@@ -424,6 +630,7 @@ def test_a_hostile_rollout_stays_text(tab, server, run, tmp_path):
     assert not tab.problems
     tab.open(f"file://{file}{AT}forked", "text(`.fork`).includes('to three')")
     assert "exported" in tab.js("text(`#note`)")
+    tab.open(f"file://{file}#view=list&q=hi&deep=1", "text(`main`).includes('the search failed: this exported page')")
     assert not re.search(r"(src|href)=[\"']?https?:", file.read_text())
 
 
@@ -433,6 +640,24 @@ def test_a_long_rollout_is_drawn_in_part(tab, server):
     assert 1000 < tab.js("all(`.tok span`).length") < 5000 and not tab.problems
     tab.click(".tok button")
     tab.wait("text(`.tok`).includes('94,000 more')")
+
+
+def test_an_export_answers_as_the_server_does(tab, run, tmp_path):
+    """Would catch a long call whose end an exported page lacks, and tokens before a fork that it cannot show."""
+    write(tmp_path / "chain" / "a.jsonl", [call(i, [5] * (3 + 2 * i), [5, 6][:1 + i % 2]) for i in range(9)])
+    page, file = viewer.Viewer([run, tmp_path / "chain"]), tmp_path / "out.html"
+    viewer.export(page, file, 40)
+    tab.open(f"file://{file}#view=overview", "all(`main > *`).length")
+    chain, forked, long = "chain/a", "run/rollouts/step-0000/forked", "run/rollouts/step-0000/long"
+    for id, num, ranges in ((chain, 9, [(0, 99), (2, 7), (8, 9)]), (forked, 3, [(0, 10), (0, 999), (40, 60)]),
+                            (long, 1, [(0, 3000), (98_000, 101_000)])):
+        for i, (start, end) in [(i, r) for i in range(num) for r in ranges]:
+            told = tab.js(f"api('tokens', {{id: '{id}', call: {i}, start: {start}, end: {end}}})")
+            assert told == page.tokens(id, i, start, end), (id, i, start, end)
+    tab.open(f"file://{file}{AT}forked&call=2", "text(`.tok button`).includes('show')")
+    tab.click(".tok button")
+    tab.wait("text(`.tok`).includes('Count')")
+    assert not tab.problems
 
 
 def test_narrow_screens(tab, server):
