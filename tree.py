@@ -181,7 +181,7 @@ def append(path, line: dict):
 
 def records(folder):
     """Paths of the records below a folder; what agents left there as artifacts is none."""
-    for place, folders, files in os.walk(folder):
+    for place, folders, files in os.walk(folder):          # rglob raises where a folder is renamed meanwhile
         folders[:] = sorted(f for f in folders if not f.endswith(".artifacts"))
         yield from (Path(place, f) for f in sorted(files) if f.endswith(".jsonl"))
 

@@ -8,7 +8,7 @@ exported page lacks the search of logs and replies, and of the rollouts beyond -
 Covered: a rollout's text only ever becomes text (the page builds no HTML from data, and its content security policy
 runs its own script alone); on loopback a request must name that as its Host (DNS rebinding); an id is looked up.
 Not covered: there is no password. Who reaches --host reads every prompt; other users of this machine reach loopback."""
-import argparse, base64, contextlib, hashlib, json, math, os, re, threading, time, uuid, zipfile, zlib
+import argparse, base64, contextlib, hashlib, json, math, re, threading, time, uuid, zipfile, zlib
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
@@ -64,13 +64,6 @@ whole_lines = lambda path: path.read_bytes().split(b"\n")[:-1]              # th
 state_of = lambda path: (path.stat().st_mtime_ns, path.stat().st_size)
 
 
-def records(root: Path):
-    """Yields what may be records; what lies in NAME.artifacts is an agent's own."""
-    for folder, folders, files in os.walk(root):            # rglob would raise where a folder is renamed meanwhile
-        folders[:] = [x for x in folders if not x.endswith(".artifacts")]
-        yield from (Path(folder, x) for x in files if x.endswith(".jsonl"))
-
-
 def read_row(path: Path, id: str) -> dict:
     """What the list shows of a record, finished or not."""
     (folder, _, name), sizes, kinds = id.rpartition("/"), {}, {}
@@ -119,7 +112,7 @@ class Run:
                 self.metrics, self.metrics_gen, self.gen = [], gen, gen
                 for text in whole_lines(path):
                     with contextlib.suppress(ValueError): self.metrics.append(clean(json.loads(text)))
-        for path in records(self.root):
+        for path in tree.records(self.root):
             with contextlib.suppress(FileNotFoundError):
                 if not is_new(path):
                     if path in self.rows: rows[path] = self.rows[path]

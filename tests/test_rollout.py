@@ -173,9 +173,12 @@ def test_verifier_error(run, test, says):
 
 @pytest.mark.parametrize("test, reward", [
     (f"echo ' 0.25' {REWARD}", 0.25), (f"echo '{{\"reward\": 1, \"x\": 0}}' > {JSON}", 1)])
-def test_rewards(run, test, reward):
-    """Would catch a fraction that is rounded, and Harbor's reward.json not being read."""
-    assert run(test=test).reward == reward
+def test_rewards(run, tmp_path, test, reward):
+    """Would catch a fraction that is rounded, Harbor's reward.json not being read, and a place in the log that is not
+    where the verifier's words begin."""
+    done = run(solution="echo; echo === verifier; echo I solved it.", test=f"echo I; {test}")
+    log, = tmp_path.glob("*.log")
+    assert done.reward == reward and log.read_bytes()[done.more["verifier_at"]:].startswith(b"=== verifier\nI\n")
 
 
 def test_rewards_by_call(run, scripted):
