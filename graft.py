@@ -181,8 +181,8 @@ def asks_for_summary(text: str) -> bool:
 def kind_of(call, session, messages: list) -> str:
     """The kind of a call that is about to start. What is called main and is not costs little; what is main and is
     called otherwise is not trained: in doubt, main. From structure:
-    side         no tools, although the session's main calls have some; one that goes on from a call without tools makes
-                 it main (`Session.settle`)
+    side         no tools, although the session's main calls have some; one that goes on from a call without tools is
+                 main, and so is that call (`Session.settle`)
     compaction   the same behind the history of a main call, and later calls leave it out: one that goes on from it, or
                  the session's end (`Session.settle`), makes it a last word without tools, which is main
     subagent     its system prompt and its first user message are both new (digits apart, and not right after a

@@ -23,9 +23,10 @@ without number and finished sessions are refused; a failure before the engine is
 (5xx); replay of a record; a scripted policy (`--engine scripted`) in place of the engine's forward pass only; weights
 handed over by handle; no admin route reachable from a session.
 Leans on vLLM 0.32.0's insides: OutputProcessor.request_states, LogprobsProcessor, RequestState._weight_version_spans,
-OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, model_loader.reload.layerwise.
-Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; images and files go
-to vLLM as they are; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
+OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, model_loader.reload.layerwise,
+ModelConfig.try_get_generation_config, AnthropicServingMessages._get_disabled_thinking_effort.
+Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; models that take
+images are refused; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off."""
 import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
     secrets, select, shlex, shutil, signal, socket, sys, tempfile, threading, time
 from array import array
@@ -51,6 +52,7 @@ NOT_FOR_HARNESSES = ("kv_transfer_params", "ec_transfer_params", "request_id", "
 SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-session-id")
 MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_CONNECTIONS = 64 * 2**20, 2**20, 128        # connections: of a session
 FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
+RENDER_S = 60                           # so long no sign is sent before the prompt is rendered
 SMOLLM2 = harnesses.cache() / "smollm2-135m-instruct-tools"     # where resolve_model puts it
 
 
@@ -76,7 +78,7 @@ class Pending:
     num_tool_calls: int = None                              # in the reply, once it is parsed
     outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
-    num_logprobs: int = None                                # what the harness wants told a token; None: nothing
+    num_logprobs: int = -1                                  # what it wants told a token; None: nothing; -1: not known
     state: object = None                                    # vLLM's, of the request that samples it
     task: asyncio.Task = None                               # samples it -> vLLM's RequestOutput, whole
     answered_by: "Pending" = None                           # the call that is sampled: this one, or an equal one before
@@ -151,8 +153,8 @@ class Session:
 
     def lost(self, call: Pending) -> Pending | None:
         """The equal call whose connection has gone, which this one may take over."""
-        asked = lambda c: (c.template_ids, c.tools, c.num_logprobs)
-        return next((o for o in self.orphans if asked(o) == asked(call)), None)
+        return next((o for o in self.orphans if o.template_ids == call.template_ids and o.tools == call.tools
+                     and call.num_logprobs in (o.num_logprobs, -1)), None)
 
     def has_final_answer(self) -> bool:
         """Was the last main reply whole and without a tool call, although tools were offered, and no error after it?"""
@@ -283,9 +285,12 @@ def make_recorder():
             """The recorded call of an equal prompt, or None: from then on the session is live."""
             session = call.session
             if session.replay is None: return None
-            ids = list(call.prompt_ids)                     # of equal ones the last: earlier ones were not told, or
-            old = next((c for c in reversed(session.replay) if c.prompt_ids == ids), None)      # not taken for an answer
-            if old is not None:
+            ids = list(call.prompt_ids)
+            equal = [c for c in session.replay if c.prompt_ids == ids]
+            # the first that others go on from; one that was not told, or not taken for an answer, is asked for again
+            goes_on = lambda c: any(d.prompt_ids[:len(c.ids) - 1] == c.ids[:-1] for d in session.replay if d is not c)
+            if equal:
+                old = next(filter(goes_on, equal[:-1]), equal[-1])
                 session.replay.remove(old)
                 return old
             nearest = max(session.replay, key=lambda c: tree.lcp(c.prompt_ids, ids), default=None)
@@ -502,7 +507,8 @@ class Front:
         scope["headers"] = [(b"content-type", b"application/json")]     # no rank, priority or id of the harness's
         try: await self.app(scope, inner_receive, answer.send)
         except Exception as e:                              # raised on, it would end a connection that may be in use
-            if is_stream and answer.is_started and not answer.is_error_sent: await answer.send_error(500, str(e)[:1000])
+            if is_stream and answer.is_started and not answer.is_error_sent: await answer.send_error(
+                500 if call.answered_by else 400, str(e)[:1000])
             if not answer.is_error_sent: raise
             logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
@@ -608,7 +614,7 @@ class Answer:
         self.error, self.lock = None, asyncio.Lock()        # error: status and body so far
 
     async def live(self):
-        for _ in range(15):                                 # until it is rendered, an error can still have a status
+        for _ in range(int(RENDER_S // FIRST_SIGN_S)):      # until it is rendered, an error can still have a status
             if self.call.prompt_ids is None and not self.is_done: await asyncio.sleep(FIRST_SIGN_S)
         while not self.is_done and self.error is None:
             async with self.lock:
@@ -784,16 +790,16 @@ class Proxy:
         decode = lambda ids: self.tokenizer.decode(         # what a harness was told: no half of a character
             list(ids), skip_special_tokens=True).rstrip("\ufffd")
 
-        def classify(call, session, messages, usable, cause):
+        def classify(call, session, messages, usable, ended, cause):
             """The call's kind and cause, and what it tells of earlier ones."""
             call.kind = graft.kind_of(call, session, messages)
             reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
+            if call.continues is not None: session.settle(session.seen[call.continues])
+            elif call.kind == "main":
+                for s in session.seen:
+                    if graft.quotes(messages, call, s, reply): session.retype(s, "compaction")
             for s in session.seen:
-                if call.continues is not None and s.id == call.continues: session.settle(s)
-                if call.continues is None and call.kind == "main" and graft.quotes(messages, call, s, reply):
-                    session.retype(s, "compaction")
-            for s in session.seen:                          # the graft has looked at those that have ended
-                if s.task is None or s.task.done(): continue
+                if s.id in ended: continue                  # the graft has looked at these
                 if s.prompt_ids == call.prompt_ids: cause = "retry"
                 elif s.continues == call.continues: cause = cause or "unknown"
             call.cause = graft.cause_of(call, session.seen, cause)
@@ -826,7 +832,8 @@ class Proxy:
                 prompt["prompt_token_ids"] = rendered[:n] + call.prompt_ids[n:].tolist()
             if call.is_counted: return conversation, [prompt]
             if not session.lost(call) and (problem := session.problem()): raise ValueError(problem)   # no stream yet
-            call.classify = lambda: classify(call, session, messages, usable, cause)
+            ended = {c.id for c in session.calls}
+            call.classify = lambda: classify(call, session, messages, usable, ended, cause)
             return conversation, [prompt]
         return wrapped
 
@@ -895,12 +902,12 @@ class Proxy:
         --enable-sleep-mode (GPU, not run) the memory of weights and KV cache is given back, too."""
         self.is_asleep = self.engine.model_config.enable_sleep_mode
         self.wait_for(self.engine.sleep(level=2, mode="keep") if self.is_asleep
-                  else self.engine.pause_generation(mode="keep", clear_cache=False), 600)
+                  else self.engine.pause_generation(mode="keep", clear_cache=False))
 
     def load_weights(self, buckets, version: int):
         """buckets: an iterable of arguments of `load_bucket`, each loaded when the next is asked for, which may lie in
         the same memory. Running calls are held over the change, caches cleared."""
-        engine, do = self.engine, functools.partial(self.wait_for, timeout_s=600)
+        engine, do = self.engine, self.wait_for
         do(engine.wake_up(["weights"]) if self.is_asleep else engine.pause_generation(mode="keep", clear_cache=True))
         do(engine.collective_rpc("begin_load"))
         for bucket in buckets: do(engine.collective_rpc("load_bucket", args=bucket))
@@ -921,7 +928,7 @@ class Proxy:
             p = SamplingParams(temperature=0., max_tokens=num, ignore_eos=True)
             async for out in AsyncLLM.generate(self.engine, {"prompt_token_ids": ids}, p, secrets.token_hex(8)): pass
             return list(out.outputs[0].token_ids)
-        return self.wait_for(run(), 600)
+        return self.wait_for(run())
 
     def close(self):
         for session in list(self.sessions.values()): self.close_session(session)

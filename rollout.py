@@ -108,7 +108,7 @@ class Settings(dict):
     def number(self, section, key, default):
         value = self[section].get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.01 <= value < math.inf:
-            self.wrong(f"[{section}] {key} = {value!r}", "a number of at least 0.01 is needed")     # 0: no limit
+            self.wrong(f"[{section}] {key} = {value!r}", "a number of at least 0.01 is needed")   # 0: no limit
         return value
 
     def megabytes(self, key, default):                      # memory_mb = 2048, or memory = "2G" in the older schema
@@ -256,10 +256,8 @@ class Runner:
     def run(self, job: Job, out: Path, replay=None) -> tree.Rollout:
         """One rollout, whatever becomes of it: the fault boundary. -> as read back from its record. replay: recorded
         calls that answer while prompts are equal."""
-        out.mkdir(parents=True, exist_ok=True)
         record = record_path(out, job)
         log = record.with_suffix(".log")
-        log.unlink(missing_ok=True)
         seconds, session, mode = {}, None, ""
         settings = {k: v for k, v in self.options.items() if k != "replay"} | {
             "off": sorted(self.off), "reward_weights": self.reward_weights}
@@ -268,8 +266,9 @@ class Runner:
         header = {"task": job.task.id, "harness": job.harness, "model": self.model, "settings": settings,
                   "weights_id": self.weights_id}
         first = {"id": job.id, **header, "temperature": self.temperature, "started_s": time.time()}
-        record.write_text("")
         try:
+            out.mkdir(parents=True, exist_ok=True)
+            for path in record, log: path.unlink(missing_ok=True)
             tree.append(record, {"type": "rollout", "format": 1, **first})      # a session begins it anew
             with contextlib.ExitStack() as stack:
                 if job.harness not in WITHOUT_MODEL:
@@ -282,13 +281,16 @@ class Runner:
                     found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
                     if (end["reward"] or 0) >= 1: break
                 else: mode, end = modes[0], found[modes[0]]
-                # the oracle looked for the strictest; a verifier that was too slow says nothing of a mode
-                if len(modes) > 1 and not any(OUT_OF_TIME in x["detail"] for x in found.values()):
+                # the oracle looked for the strictest; a time limit says nothing of a mode
+                if len(modes) > 1 and not any(x["outcome"] == "timeout" or OUT_OF_TIME in x["detail"]
+                                              for x in found.values()):
                     file = job.task.mode_file(self.kind)
                     file.parent.mkdir(parents=True, exist_ok=True)
                     part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
                     part.write_text(mode)
                     part.replace(file)
+            if session is not None and session.broken:
+                raise sandbox.SandboxError(f"a call is not on record: {session.broken}")
         except Exception as e:
             if self.is_stopping.is_set(): raise             # the record stays without an end
             is_known = isinstance(e, (sandbox.SandboxError, OSError))
@@ -305,7 +307,7 @@ class Runner:
         try:
             tree.append(record, {"type": "end"} | end)
             return tree.read(record)
-        except (OSError, ValueError) as e:                  # the disk is full: on it this rollout never ended
+        except (OSError, ValueError) as e:                  # the disk is full: the record stays without an end
             print(f"warning: {job.id}: {e}", file=sys.stderr)
             known = {k: first[k] for k in ("id", "task", "harness", "model", "temperature", "started_s")}
             return tree.Rollout(**known, outcome="infra_error", detail=str(e), seconds=seconds)
@@ -395,7 +397,6 @@ class Runner:
         if timer.is_alive(): timer.join()
         if session: self.proxy.end_session(session)
         if log in self.stale: return None
-        if session and session.broken: raise sandbox.SandboxError(f"a call is not on record: {session.broken}")
         if session and self.proxy.engine.errored:
             raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
         if session and ((session.refused or "").startswith("status 5") or      # 4xx: the request's own fault
@@ -410,7 +411,7 @@ class Runner:
         if mode == "strict":
             try: left_out = box.carry(fresh.workdir, fresh, self.off)
             except (FileNotFoundError, ValueError) as e: return fresh, e
-            if left_out: more["left_out"] = {"num": len(left_out), "paths": left_out[:20]}
+            if left_out: more |= {"left_out": left_out[:20], "num_left_out": len(left_out)}
         elif fresh.exec(["sh", "-c", CLEAN], user="root", timeout_s=600).exit_code:
             return fresh, "/tests, /solution and /logs cannot be emptied of what the agent left there"
         box.stop()
@@ -507,7 +508,7 @@ def pay_calls(text: str, num_calls: int) -> list | None:
     for key, x in paid.items():
         if key not in ids: raise ValueError(f"paid {key}; the rollout has {num_calls} calls, from call_0 on")
         if type(x) not in (int, float) or not abs(x) < MAX_REWARD:
-            raise ValueError(f"paid {key} {str(x)[:80]!r}; a finite number is needed")
+            raise ValueError(f"paid {key} {str(x)[:80]!r}; a number within ±{MAX_REWARD:g} is needed")
         by_id[ids[key]] = float(x)
     return by_id
 
@@ -529,7 +530,7 @@ def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
             except (FileNotFoundError, ValueError): continue
             if not file.is_file(): continue                 # a folder
             text = file.read_text(errors="replace")[:100_000]
-            needs = "a finite number is needed"
+            needs = f"a number within ±{MAX_REWARD:g} is needed"
             try: reward, named = parse_reward(text, name == "reward.json", weights)
             except KeyError as e:
                 reward, needs = math.nan, f"there is no {e}, name what counts: --reward_weights NAME=WEIGHT,..."

@@ -4,7 +4,7 @@
 #   bash setup.sh docker     also a Docker daemon and a base image, as the tests use them
 set -euo pipefail
 cd "$(dirname "$0")"
-exec 9< setup.sh && flock 9    # of two at once, one waits
+exec 9>> setup.sh && flock 9    # of two at once, one waits
 PATH=$PATH:/usr/sbin:/sbin    # where Debian's users do not look, but dockerd and debootstrap are
 say() { echo "setup: $*" >&2; }
 fail() { say "$*"; exit 1; }

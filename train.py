@@ -421,7 +421,7 @@ def step_metrics(jobs: list, rollouts: list, rewards, names: list) -> dict:
             "groups/bushy_rollouts": int(rewards.isnan().sum()) - sum(r.reward is None for r in rollouts),
             **{f"outcome/{k}": v for k, v in s["outcomes"].items()}, **per_harness,
             "tamper/rollouts": sum("tamper" in r.more for r in rollouts),
-            "tamper/left_out": sum(r.more.get("left_out", {}).get("num", 0) for r in rollouts),
+            "tamper/left_out": sum(r.more.get("num_left_out", 0) for r in rollouts),
             "length/context_mean": sum(lengths) / len(lengths), "length/context_max": max(lengths),
             "length/reply_mean": sampled / max(1, len(calls)),
             "calls/num": len(calls), "calls/sampled_tokens": sampled,

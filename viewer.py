@@ -102,9 +102,8 @@ class Run:
         """Reads what is new and marks it, and the run, with gen. -> is anything?"""
         before, rows, states = self.gen, {}, {}
 
-        def is_new(path: Path) -> bool:
-            states[path] = state_of(path)
-            return states[path] != self.states.get(path)
+        def is_new(path: Path) -> bool:                     # as of before it is read
+            return states.setdefault(path, state_of(path)) != self.states.get(path)
         with contextlib.suppress(FileNotFoundError, ValueError):
             if is_new(path := self.root / "config.json"): self.config, self.gen = json.loads(path.read_text()), gen
         with contextlib.suppress(FileNotFoundError):
@@ -217,11 +216,11 @@ def tokens_file(path: Path, state: tuple):
 
 
 def grow(run: Run, folder: str, record):
-    """The tree by the run's flags, as train.py grows it; of an evaluation nothing is trained."""
+    """The tree by the run's flags, as train.py grows it; of an evaluation, as all of rollout.py, nothing is trained."""
     flag = run.config.get
     kinds = "main", *["subagent"] * flag("train_subagents", False), *["compaction"] * flag("train_compaction", False)
     built = tree.build(record, kinds, flag("keep", "all"))
-    if not folder.startswith("eval"): return built
+    if run.config and not folder.startswith("eval"): return built
     return replace(built, call=[], num_trained=0, left_out={"evaluation": len(record.calls)})
 
 
@@ -267,8 +266,9 @@ def logs(path: Path, row: dict) -> tuple:
     if at is None: at = raw.rfind(b"\n=== verifier\n") + 1 if is_judged else 0
 
     def ends(x):
+        if len(x) <= 2 * LOG_BYTES: return x.decode(errors="replace")
         more = f"\n[... {len(x) - 2 * LOG_BYTES:,} bytes left out ...]\n".encode()
-        return (x if len(x) <= 2 * LOG_BYTES else x[:LOG_BYTES] + more + x[-LOG_BYTES:]).decode(errors="replace")
+        return (x[:LOG_BYTES] + more + x[-LOG_BYTES:]).decode(errors="replace")
     return (ends(raw[:at].removesuffix(b"\n")), ends(raw[at:].partition(b"\n")[2])) if at else (ends(raw), "")
 
 
@@ -408,14 +408,16 @@ def export(viewer: Viewer, file: Path, limit: int):
             turns.append((num[kind], f"{run['name']}/{row['id']}"))
             num[kind] += 1
     for _, id in sorted(turns, key=lambda t: t[0]):
-        if num_whole == limit: break
+        if num_whole >= limit: break
         try:
             whole = {f"rollout?id={id}": viewer.rollout(id)}
             for c in whole[f"rollout?id={id}"]["calls"]:
                 start = 0 if c["parent"] is None else c["shared"]
                 whole[f"tokens?id={id}&call={c['id']}"] = viewer.tokens(id, c["id"], start, 1 << 30)
         except (LookupError, ValueError, OSError) as e: left_out.append(f"{id}: {e}")
-        else: answers, num_whole = answers | whole, num_whole + 1
+        else:
+            answers |= whole
+            num_whole += 1
     file.write_text(page(json.dumps(answers, separators=(",", ":")))[0])
     told = f"; {len(left_out)} left out, as they cannot be read: {left_out[0]}" if left_out else ""
     print(f"{file}: {file.stat().st_size / 1e6:.1f} MB, {num_whole} of {len(turns)} rollouts in full{told}")

@@ -12,8 +12,8 @@ not find themselves at /proc/self/exe): they need glibc 2.28 and, Node, libstdc+
 RHEL 8 and later; not Alpine (musl), busybox or other images without these. Codex is static.
 The cache is $HARNESS_RL_CACHE (default ~/.cache/harness-rl); a runtime's folder is named by what it was made from.
 """
-import functools, hashlib, importlib, inspect, json, os, platform, re, shutil, subprocess, sys, sysconfig, tempfile, \
-    time
+import contextlib, functools, hashlib, importlib, inspect, json, os, platform, re, shutil, subprocess, sys, \
+    sysconfig, tempfile, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +103,10 @@ def interpreter(minimum: str, may_install=True) -> tuple[str, Path, Path]:
         with tempfile.TemporaryDirectory() as tools:
             install([sys.executable, "-m", "pip", "install", "--quiet", "--target", tools, UV], UV)
             install([f"{tools}/bin/uv", "python", "install", minimum], f"Python {minimum} with uv")
-        return interpreter(minimum, may_install=False)
     except (AssertionError, OSError) as error:
         raise FileNotFoundError(f"no Python >= {minimum} is here; install one (apt-get, pyenv, conda) such that "
                                 f"python{minimum} stands on PATH: {error}") from None
+    return interpreter(minimum, may_install=False)
 
 
 def cache() -> Path:
@@ -140,8 +140,9 @@ def runtime(need: str) -> Path:
     if not folder.exists():
         cache().mkdir(parents=True, exist_ok=True)
         for left in cache().glob("building-*"):     # by a build that was killed; another may be under way
-            if left.stat().st_mtime < time.time() - 86400:
-                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                if left.stat().st_mtime < time.time() - 86400:
+                    shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as building:
             build(Path(building) / name)
             subprocess.run(["chmod", "-R", "a+rX", building], check=True)       # whatever our umask, for any sandbox

@@ -15,7 +15,8 @@ def main(args):
             started = time.monotonic()
             folder = runtime(need)
             size_mb = sum(path.lstat().st_size for path in folder.rglob("*")) / 1e6
-            print(f"{PACKAGES.get(need, need)} {folder} {size_mb:.0f} MB {time.monotonic() - started:.1f} s", flush=True)
+            took_s = time.monotonic() - started
+            print(f"{PACKAGES.get(need, need)} {folder} {size_mb:.0f} MB {took_s:.1f} s", flush=True)
     return args.what == "check" and not all([check(harness) for harness in chosen])
 
 
@@ -35,4 +36,5 @@ def check(harness) -> bool:
 parser = argparse.ArgumentParser(prog="python -m harnesses", allow_abbrev=False)
 parser.add_argument("what", choices=("list", "build", "check"))
 parser.add_argument("name", nargs="*", help="harnesses; none = all")
-rollout.command(main, parser.parse_args())
+if __name__ == "__main__":
+    rollout.command(main, parser.parse_args())

@@ -122,6 +122,8 @@ def main(path="/run/model.sock"):
             try:
                 frames.add(number, server.accept()[0])
             except (OSError, RuntimeError):         # no descriptor, no thread is left: some will be
+                if sock := frames.sockets.pop(number, None):
+                    sock.close()
                 time.sleep(0.1)
     frames.read(8)                          # the other end listens: what came earlier could be lost
     frames.send(0)

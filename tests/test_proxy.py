@@ -350,9 +350,10 @@ def test_budgets(scripted, connect):
 
 
 def test_a_request_at_fault_is_no_call_in_which_the_engine_failed(real, connect):
-    """Would catch an agent that takes back its reward of 0: what vLLM refuses only when it is about to sample stood on
-    record as a call that the engine had failed in, and the rollout had no reward."""
-    session = connect(real)
+    """Would catch an agent that takes back its reward of 0: what vLLM refuses only when it is about to sample, also
+    behind the beginning of a stream, stood on record as a call that the engine had failed in, and the rollout had no
+    reward."""
+    session, got = connect(real), []
     client = connect.client(session)
     for body, headers in (({"logprobs": True, "top_logprobs": 21}, {}), ({"stop_token_ids": [10**9]}, {}),
                           ({"logprobs": True, "logprob_token_ids": [1]}, {}), ({}, {"X-data-parallel-rank": "9"}),
@@ -360,10 +361,15 @@ def test_a_request_at_fault_is_no_call_in_which_the_engine_failed(real, connect)
         body = json.dumps({"model": "policy", "messages": USER, "max_tokens": 3} | body).encode()
         body = body.replace(b"half", b"\xed\xa0\x80")      # of a character, as bytes that are no UTF-8
         answer = client.post(CHAT, content=body, headers=headers | {"content-type": "application/json"})
-        assert answer.status_code in (200, 400), answer.text
+        got.append(answer.status_code)
         assert not (session.refused or "").startswith("status 5")
+    assert got == [400, 400, 200, 200, 200, 400]
+    for path in CHAT, RESPONSES:
+        body = {"model": "policy", "messages": USER, "input": USER, "stream": True, "stop_token_ids": [10**9]}
+        assert "error" in client.post(path, json=body).text
+        assert session.refused and not session.refused.startswith("status 5")
     calls = tree.read(session.record).calls
-    assert 0 < len(calls) < 6 and all(c.finish in ("stop", "length") for c in calls)
+    assert len(calls) == 3 and all(c.finish in ("stop", "length") for c in calls)
     assert not real.engine.output_processor.request_states
 
 
@@ -402,7 +408,7 @@ def test_an_error_keeps_its_status_while_others_are_rendered(scripted, connect, 
 
 
 def test_ends_of_turn_are_also_those_of_the_generation_config(scripted, tokenizer):
-    """Would catch a model that ends its turns with a token which only generation_config.json names: each turn would
+    """Would catch a token that only generation_config.json names not being known as an end of turn: each turn would
     fork."""
     told = types.SimpleNamespace(try_get_generation_config=lambda: {"eos_token_id": [0, 2]})
     ends = type(scripted.engine).eos_ids.func(types.SimpleNamespace(model_config=told, get_tokenizer=lambda: tokenizer))

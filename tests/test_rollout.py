@@ -198,7 +198,7 @@ def test_rewards_by_call(run, scripted):
 @pytest.mark.parametrize("pair, says", [
     ('"call_2": 1', "paid call_2; the rollout has 2 calls"), ('"call_-1": 1', "paid call_-1"),
     ('"call_01": 1', "call_01"), ('"call_1": "1"', "paid call_1 '1'"), ('"call_0": NaN', "'nan'"),
-    ('"call_0": true', "'True'"), ('"call_0": 1e400', "'inf'"), ('"call_0": [1]', "'[1]'; a finite number")])
+    ('"call_0": true', "'True'"), ('"call_0": 1e400', "'inf'"), ('"call_0": [1]', "'[1]'; a number within")])
 def test_a_call_paid_in_nonsense_is_a_verifier_error(run, scripted, pair, says):
     """Would catch a misspelt call that is silently paid nothing, and values that become NaN in the loss."""
     done = run(scripted, ("true", "DONE"), test=f"""echo '{{"reward": 1, {pair}}}' > {JSON}""")

@@ -263,11 +263,12 @@ def test_trained_is_what_the_run_trains(tmp_path):
     trained, and an evaluation whose tokens look trained."""
     calls = [call(0, [5, 6], [7, 8, 9]), call(1, [5, 4], [3], "nonce"), call(2, [4, 4], [3], "subagent")]
     calls[2].kind = "subagent"
-    for config, folder, trained in (({}, "step-0000", [0, 1]), ({"train_subagents": True}, "step-0000", [0, 1, 2]),
-                                    ({"keep": "longest_leaf"}, "step-0000", [0]), ({}, "eval-end", [])):
+    for config, folder, trained in (({"algo": "grpo"}, "step-0000", [0, 1]), ({}, "step-0000", []), ({"train_subagents": True}, "step-0000", [0, 1, 2]),
+                                    ({"keep": "longest_leaf"}, "step-0000", [0]),
+                                    ({"algo": "grpo"}, "eval-end", [])):
         root = tmp_path / f"{folder}{len(config)}{len(trained)}"
         write(root / "rollouts" / folder / "a.jsonl", calls)
-        (root / "config.json").write_text(json.dumps(config))
+        if config: (root / "config.json").write_text(json.dumps(config))        # rollout.py writes none
         page, id = viewer.Viewer([root]), f"{root.name}/rollouts/{folder}/a"
         told = page.rollout(id)
         assert [c["id"] for c in told["calls"] if c["trained"]] == trained, config
