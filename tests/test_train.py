@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -267,7 +268,7 @@ def credited_by_call(rollouts, group, value=0., **flags):
     trees = [loop.grow(r, cfg) for r in rollouts]
     batch = loop.make_batch(trees, 0)
     norm = algos.token_weights(batch.rollout, len(rollouts), cfg.loss_mean)
-    rewards, old = torch.tensor([r.reward for r in rollouts]), {"value": torch.full_like(norm, value)}
+    rewards, old = loop.judge(rollouts, cfg)[0], {"value": torch.full_like(norm, value)}
     return batch, loop.credit(trees, batch, rewards, torch.tensor(group), norm, old, cfg,
                               [r.call_rewards for r in rollouts])[0]
 
@@ -307,6 +308,15 @@ def test_credit_by_call_is_the_formula(algo, seed):
         [want(i, c) for i, c in zip(batch.rollout.tolist(), batch.call.tolist())], rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.parametrize("outcomes, paid", [
+    ([0., 0.], [[9.7, 9.9], [19.6, 0.]]), ([0., 0.], [[0.1, 5.7], [5.8, 0.]]), ([0.3, 0.1], [[0., 0.], [0.1, 0.1]])])
+def test_equal_returns_get_no_credit(outcomes, paid):
+    """Would catch sums of one amount that float32 tells apart: divided by their tiny spread they are advantages."""
+    rollouts = [dataclasses.replace(forked(r, [[7, 8], [9]]), call_rewards=x) for r, x in zip(outcomes, paid)]
+    batch, adv = credited_by_call(rollouts, [0, 0])
+    assert adv.dtype == torch.float32 and not adv[batch.call == 0].any() and adv[batch.call == 1].all()
+
+
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 @pytest.mark.parametrize("seed", range(8))
 def test_untrained_calls_change_no_credit(algo, seed):
@@ -337,6 +347,8 @@ def test_what_verifiers_said_by_hand():
             assert (verdict[i] == verdict[j]).item() == (alike[i] == alike[j]), (flags, i, j)
     rewards, verdict = loop.judge(rollouts, loop.Config(max_leaves=1))
     assert rewards.isnan().tolist() == verdict.isnan().tolist() == [False] * 4 + [True, True]
+    for far in (1e39, math.inf, math.nan):                  # what no advantage can be computed from is named
+        with pytest.raises(AssertionError, match="rollout r: its reward"): loop.judge([say(far)], loop.Config())
 
 
 @pytest.mark.parametrize("flags", [{"algo": "gspo"}, {"correction": "geometric+tis"}, {}])
@@ -365,6 +377,13 @@ def test_ranks_get_as_many_turns_and_like_tokens(world):
     tokens = np.array([[len(tree.pack([batch.paths[i] for i in g], [[1]] * len(g)).ids) for g in t] for t in turns])
     assert tokens.max() <= 1000 and len(turns[0]) <= -(-tokens.sum() // 1000 // world) + 1
     assert tokens.sum(1).max() <= 1.15 * tokens.sum(1).mean(), tokens
+
+
+def test_a_small_budget_is_dealt_too():
+    """Would catch a search for even turns that never ends: below 64 tokens its steps are less than one."""
+    batch = loop.make_batch([tree.build(forked(1., [[10 * i + k for k in range(8)]])) for i in range(10)], 0)
+    turns = [loop.micro_batches(batch, range(10), loop.Config(micro_batch_tokens=32), rank, 2) for rank in (0, 1)]
+    assert sorted(i for t in turns for g in t for i in g or ()) == list(range(10))
 
 
 def test_metrics_of_an_update_by_hand():
@@ -437,6 +456,18 @@ def test_agreement_by_hand():
     assert loop.agreement(torch.full((400,), -1e-9), torch.zeros(400), 0.2)[1] is None, "certain, and rightly so"
     for wrong in (logp - 0.3, torch.full((400,), -math.inf), torch.full((400,), math.nan)):
         assert "mean" in loop.agreement(wrong, logp, 0.2)[1]
+
+
+def test_recorded_tokens_are_judged_whatever_their_version():
+    """Would catch a gate that takes the tokens of a recorded run, which counted its updates from another start (a cold
+    start that this one has not, or the other way round), for ones of other weights, and passes with nothing judged."""
+    r = forked(1., [[7, 8], [9]])
+    for c in r.calls: c.versions = [[3, len(c.sampled_ids)]]
+    batch = loop.make_batch([tree.build(r)], None)
+    seen, logp = torch.ones(3, dtype=torch.bool), batch.logp_rollout
+    assert loop.fidelity(batch, logp, seen, [r], 0.1)["fidelity/gap_mean"] == 0
+    with pytest.raises(ValueError, match="update refused"): loop.fidelity(batch, logp - 1, seen, [r], 0.1)
+    assert len(loop.make_batch([tree.build(dataclasses.replace(r, calls=[]))], None).behind) == 0
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -697,6 +728,32 @@ def test_a_killed_run_and_a_dead_engine(learnt, tasks, tmp_path):
     assert not any("outcome/infra_error" in r for r in rl), rl
     gaps = [r["fidelity/gap_mean"] for r in rl if "fidelity/gap_mean" in r]
     assert gaps and max(gaps) < 1e-3
+
+
+def test_a_full_disk_is_an_error(tmp_path):
+    """Would catch what torch raises over a state that it cannot write or read: no Exception, so that no handler ends
+    the engine's threads, and many lines of stack in the place of the folder and the reason."""
+    limits, tensors = resource.getrlimit(resource.RLIMIT_FSIZE), {"x": torch.zeros(10**4)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="full: rank 0: .*too large"), loop.state_in(tmp_path / "full"):
+            dcp.save(tensors, checkpoint_id=tmp_path / "full")
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dcp.save(tensors, checkpoint_id=tmp_path / "torn")
+    for part in (tmp_path / "torn").glob("*.distcp"): part.unlink()
+    with pytest.raises(OSError, match="torn: rank 0: "), loop.state_in(tmp_path / "torn"):
+        dcp.load(tensors, checkpoint_id=tmp_path / "torn")
+
+
+def test_whatever_ends_a_command_ends_its_process():
+    """Would catch an exception that is no Exception (torch has some) and leaves vLLM's threads to hold the process."""
+    code = """if 1:
+        import atexit, rollout
+        def main(_): raise GeneratorExit
+        atexit.register(print, "stays")
+        rollout.command(main, None)"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (1, "") and "GeneratorExit" in result.stderr, result
 
 
 def late(rank, store, answers):
