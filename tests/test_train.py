@@ -866,6 +866,7 @@ def ends(rank, world, store, argv, answers, engine=None):
         is_first = own is not None and world == 1 and all(
             loop.full(p).equal(first[k]) for k, p in own.state_dict().items())
         answers.put((str(e), is_first))
+    else: answers.put(("nothing: it ended well", False))
     answers.close(), answers.join_thread()
     os._exit(0)                                             # not past a peer that is dead
 
