@@ -32,22 +32,28 @@ import torch
 
 # ---- advantages: rewards -> (R,), (R, K) or (N,) --------------------------------------------------------------------
 
-def is_informative(rewards, group):
-    """-> (R,) bool: the rollout has a reward, and its group two that differ.  Dynamic sampling, DAPO, 2503.14476,
-    eq. 11, samples groups until enough are.  Differs from the paper: any rewards, not right or wrong alone; the caller
-    samples again, and bounds how often."""
+SAME = 1e-9                              # rewards apart by less, as a share of what they were summed from, are equal
+
+
+def is_informative(rewards, group, size=None):
+    """-> (R,) bool: the rollout has a reward, and its group two that differ by more than rounding: SAME times the
+    group's greatest size.  size (R,): sum of the absolute terms that a reward was summed from; None = |reward|.
+    Dynamic sampling, DAPO, 2503.14476, eq. 11, samples groups until enough are.  Differs from the paper: any rewards,
+    not right or wrong alone; the caller samples again, and bounds how often."""
     is_known = ~rewards.isnan()
     values, index = torch.unique(group, return_inverse=True)
-    extreme = lambda how, start: rewards.new_full((len(values),), start).scatter_reduce(
-        0, index, rewards.masked_fill(~is_known, start), how)
-    return is_known & (extreme("amin", torch.inf) < extreme("amax", -torch.inf))[index]
+    extreme = lambda how, start, x=rewards: x.new_full((len(values),), start).scatter_reduce(
+        0, index, x.masked_fill(~is_known, start), how)
+    spread = extreme("amax", -torch.inf) - extreme("amin", torch.inf)
+    return is_known & (spread > SAME * extreme("amax", 0., rewards.abs() if size is None else size))[index]
 
 
 def group_advantages(rewards,            # (R,) float, NaN = no reward (infra error)
                      group,              # (R,) long, the (task, harness) group of each rollout
                      std_norm=True,      # divide by the group's std
                      leave_one_out=False,        # baseline = mean of the others
-                     eps=1e-6):
+                     eps=1e-6,
+                     size=None):         # (R,) of is_informative
     """GRPO, 2402.03300, section 4.1.2: A_i = (R_i - mean) / (std + eps) over the rollouts of a group.  std_norm=False
     is Dr.GRPO's, 2503.20783; leave_one_out too is RLOO's, 2402.14740: A_i = R_i - mean of the others
     = (R_i - mean) n / (n - 1).
@@ -62,7 +68,7 @@ def group_advantages(rewards,            # (R,) float, NaN = no reward (infra er
     if std_norm: adv = adv / (mean(centred ** 2).sqrt() + eps)[index]
     out = torch.zeros_like(rewards)
     out[is_known] = adv.to(rewards.dtype)
-    return out.masked_fill(~is_informative(rewards, group), 0)        # a mean of equal numbers need not be that number
+    return out.masked_fill(~is_informative(rewards, group, size), 0)  # a mean of equal numbers need not be that number
 
 
 def reinforce_advantages(rewards, baseline="batch"):
@@ -72,15 +78,16 @@ def reinforce_advantages(rewards, baseline="batch"):
     by_call = rewards if rewards.dim() == 2 else rewards[:, None]
     adv = to_go(by_call).nan_to_num(0.) if baseline == "none" else call_advantages(
         by_call, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device), std_norm=False)
-    return adv.view_as(rewards)
+    return adv.to(rewards.dtype).view_as(rewards)
 
 
 def to_go(rewards):
-    """(R, K) -> (R, K): sum of the rewards of this call and of those after it, in float64 till the end."""
-    return rewards.double().flip(1).cumsum(1).flip(1).to(rewards.dtype)
+    """(R, K) -> (R, K) float64: sum of the rewards of this call and of those after it."""
+    return rewards.double().flip(1).cumsum(1).flip(1)
 
 
-def call_advantages(rewards,             # (R, K) float, reward of the rollout's k-th call; 0 where it has fewer calls
+def call_advantages(rewards,             # (R, K) float, reward of the rollout's k-th call; 0 where it has fewer calls.
+                                         # float64: in float32 equal sums of other terms differ by more than SAME
                     group,               # (R,) long
                     **options):          # of group_advantages
     """Rewards a call: -> (R, K), for every token of the call.  A_ik = (G_ik - mean_j G_jk) / (std_j G_jk + eps) over
@@ -91,7 +98,8 @@ def call_advantages(rewards,             # (R, K) float, reward of the rollout's
     is unbiased.  NaN: that call and those before it get 0 and leave the statistics."""
     num_calls = rewards.shape[1]
     cell = group[:, None] * num_calls + torch.arange(num_calls, device=group.device)
-    return group_advantages(to_go(rewards).flatten(), cell.flatten(), **options).view_as(rewards)
+    adv = group_advantages(to_go(rewards).flatten(), cell.flatten(), size=to_go(rewards.abs()).flatten(), **options)
+    return adv.to(rewards.dtype).view_as(rewards)
 
 
 def gae(values,                          # (N,) float, V(s_t): of what stands before token t, when the update began
@@ -160,12 +168,11 @@ def correction(logp_old,                 # (N,) float
                logp_rollout,             # (N,) float, NaN = missing
                kind="tis",               # tis, icepop, geometric, off
                cap=2.0,                  # tis: greatest weight
-               low=None, high=None,      # icepop, geometric: where the ratio counts; None = as in BOUNDS
                rollout=None):            # (N,) long: r of a rollout, its geometric mean (GSPO); None = of each token
     """r = exp(logp_old - logp_rollout).
     tis: min(r, cap) ("Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al., blog, 2025).
-    icepop: r in [low, high], 0 outside (Ring-1T, 2510.18855).  off: 1.
-    geometric: 1 where the rollout's r is in [low, high], else 0 for all of it ("When Speed Kills Stability", part 3,
+    icepop: r within BOUNDS, 0 outside (Ring-1T, 2510.18855).  off: 1.
+    geometric: 1 where the rollout's r is within BOUNDS, else 0 for all of it ("When Speed Kills Stability", part 3,
     Liu et al., blog, 2025, whose bounds are ten times tighter: ours must let rollouts of a few tokens pass); it needs
     `rollout`.  Weights multiply: geometric * tis is the blog's rejection with token weights.
     A token without logp_rollout cannot be corrected: weight 0 (the losses count it as "dropped"); with `rollout` it is
@@ -182,8 +189,8 @@ def correction(logp_old,                 # (N,) float
         gap, is_known = (total[:, 0] / total[:, 1].clamp(min=1))[index], (total[:, 1] > 0)[index]
     r = gap.exp()
     if kind == "tis": return r.clamp(max=cap) * is_known
-    least, most = (default if x is None else x for x, default in zip((low, high), BOUNDS[kind]))
-    return torch.where((r >= least) & (r <= most) & is_known, torch.ones_like(r) if kind == "geometric" else r, 0.)
+    low, high = BOUNDS[kind]
+    return torch.where((r >= low) & (r <= high) & is_known, torch.ones_like(r) if kind == "geometric" else r, 0.)
 
 
 def rollout_sums(x, rollout):
@@ -220,7 +227,7 @@ def gspo_loss(logp, logp_old, adv, weight, norm, rollout, denom, clip_low=3e-4, 
     Needs the rollout norm, whole rollouts in a micro-batch (`split(..., unit=...)`) and `correction(..., rollout=...)`.
     Differs from the paper: a sequence is every trained token of the rollout's tree; weight."""
     log_ratio = logp - logp_old
-    share, index = rollout_sums(norm, rollout)
+    share, index = rollout_sums(norm.double(), rollout)     # in float32 1e5 terms of 1e-5 are off by more than 1e-3
     assert ((share - 1).abs() < 1e-3).all(), \
         f"GSPO got {share.min().item():.3f} of a rollout: it needs whole rollouts in a micro-batch, norm mode rollout"
     total, _ = rollout_sums(torch.stack([log_ratio, torch.ones_like(log_ratio)], 1), rollout)

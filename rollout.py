@@ -671,7 +671,7 @@ def command(main, args):
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
-    except Exception:
+    except BaseException:               # whatever it is: without os._exit the process might stay
         traceback.print_exc()
         status = 1
     for child in multiprocessing.active_children(): child.kill()

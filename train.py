@@ -11,7 +11,7 @@
    probabilities (`--correction`). KL to the policy of the start of RL is off unless asked for.
 2. A group is a (task, harness) pair. Rollouts without a reward (infra and verifier errors) leave statistics and loss.
 3. Rollouts whose advantage is 0 add nothing to the gradient and are not computed; `denom` counts them all the same.
-   A critic and a KL to the reference learn from every rollout.
+   A critic and a KL to the reference learn from every rollout, but those of groups that `--max_resample` leaves out.
 4. Cold start: `--warmup_steps` of supervised steps on demonstrations that a scripted policy recorded through the same
    proxy, harness, sandbox and tree (the task's own solution, phrased as the harness wants it); those with reward 1
    alone are learnt.
@@ -256,6 +256,21 @@ class Group:
     def has_ended(self): return all(f.done() for f in self.futures)
 
 
+def take_up(flying: list, tasks: list, num_engines: int, cfg: Config) -> list:
+    """The groups that a saved state had in flight, dealt to the engines anew."""
+    gone = sorted({id for id, *_ in flying} - {t.id for t in tasks})
+    assert not gone, f"--tasks {cfg.tasks}: rollouts of {', '.join(gone)} go on, and it has no such task; put it back"
+    return [Group(rollout.make_jobs([t for t in tasks if t.id == id], [name], cfg.group_size), folder, born,
+                  i % num_engines * cfg.tp) for i, (id, name, folder, born) in enumerate(flying)]
+
+
+def still_good(r: tree.Rollout, flags_id: str, born: int, newest: int) -> list:
+    """The calls of a recorded rollout that may stand in a group begun at version `born`: by the same flags, which say
+    what rewards mean, and by no later weights than `newest`. A call without a version sampled nothing."""
+    if not r.more.get("weights_id", "").endswith(flags_id): return []
+    return [c for c in r.calls if not c.versions or born <= c.versions[0][0] and c.versions[-1][0] <= newest]
+
+
 @dataclass
 class Batch:
     """Rollouts as tensors; the token vectors run over the paths in order, and in each path over its trained
@@ -277,18 +292,24 @@ def grow(r, cfg: Config) -> tree.Tree:
 
 
 def judge(rollouts: list, cfg: Config) -> tuple:
-    """-> rewards (R,) float32, NaN = none, or more paths than --max_leaves: the rollout leaves loss and statistics;
+    """-> rewards (R,) float64, NaN = none, or more paths than --max_leaves: the rollout leaves loss and statistics;
     verdict (R,), a number for each thing that verifiers said, the calls' rewards with it where they count, NaN alike:
     a group of one verdict teaches nothing."""
     told = [(r.reward, *((i, x) for i, x in enumerate(r.call_rewards or ()) if x and cfg.call_rewards))
             for r in rollouts]
     number = {x: float(i) for i, x in enumerate(told)}
+    for r in rollouts:
+        assert r.reward is None or abs(r.reward) < 1e30, (
+            f"rollout {r.id}: its reward {r.reward:g} is beyond what advantages are computed from; mend its verifier "
+            "and remove its record, then --resume runs it again")
     is_out = torch.tensor([r.reward is None or 0 < cfg.max_leaves < len(grow(r, cfg).paths) for r in rollouts])
-    verdict, rewards = torch.tensor([[number[t], t[0] or 0.] for t in told]).masked_fill(is_out[:, None], math.nan).T
+    verdict, rewards = torch.tensor([[number[t], t[0] or 0.] for t in told], dtype=torch.float64).masked_fill(
+        is_out[:, None], math.nan).T
     return rewards, verdict
 
 
-def make_batch(trees: list, version: int) -> Batch:
+def make_batch(trees: list, version: int | None) -> Batch:
+    """version: that learns from them. None: the one that sampled their newest token, whatever its number in its run."""
     paths, trained, tokens, owner, n = [], [], [], [], 0
     for i, t in enumerate(trees):
         for path, positions in zip(t.paths, t.trained):
@@ -298,9 +319,11 @@ def make_batch(trees: list, version: int) -> Batch:
     cat = lambda name, dtype: torch.tensor(
         np.concatenate([a for t in trees for a in getattr(t, name)] or [[]]), dtype=dtype)
     counts = torch.tensor([len(p) for p in trained], dtype=torch.long)
+    sampled_by = cat("version", torch.long)
+    if version is None: version = max(sampled_by.tolist(), default=-1)
     return Batch(paths, trained, tokens, owner, torch.repeat_interleave(torch.tensor(owner, dtype=torch.long), counts),
                  cat("logp_rollout", torch.float32), cat("call", torch.long), cat("is_boundary", torch.bool),
-                 version - cat("version", torch.long))
+                 version - sampled_by)
 
 
 def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int) -> list:
@@ -316,7 +339,7 @@ def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int
     low, high = 0, cfg.micro_batch_tokens
     groups = tree.split(paths, high, units)
     num = -(-len(groups) // world) * world
-    while world > 1 and high - low > cfg.micro_batch_tokens / 64:
+    while world > 1 and high - low > max(1, cfg.micro_batch_tokens / 64):
         fewer = tree.split(paths, mid := (low + high) // 2, units)
         if len(fewer) <= num: groups, high = fewer, mid
         else: low = mid
@@ -336,7 +359,7 @@ def lay_out(batch: Batch, group, cfg: Config, device) -> tuple:
 
 
 def pay(batch: Batch, call_rewards: list) -> tuple:
-    """-> (R, K) float32, what each rollout's k-th trained call is paid, in order of arrival; turn (N,) long: the k of
+    """-> (R, K) float64, what each rollout's k-th trained call is paid, in order of arrival; turn (N,) long: the k of
     each token. call_rewards: for each rollout floats by the id of the call, or None. A call that is not trained pays
     into the trained one before it; what comes before the first is nobody's doing."""
     turn, rows = torch.zeros_like(batch.call), []
@@ -344,12 +367,12 @@ def pay(batch: Batch, call_rewards: list) -> tuple:
         mine = batch.rollout == i
         ids, turn[mine] = torch.unique(batch.call[mine], return_inverse=True)
         ends = [*ids.tolist(), None]
-        rows.append(torch.tensor([sum(paid[a:b]) if paid else 0. for a, b in zip(ends, ends[1:])]))
+        rows.append(torch.tensor([sum(paid[a:b]) if paid else 0. for a, b in zip(ends, ends[1:])], dtype=torch.float64))
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), turn
 
 
 def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Config, call_rewards=None) -> tuple:
-    """-> adv (N,), returns (N,) for the critic or None. rewards (R,) float32 without NaN, group (R,) long, norm (N,);
+    """-> adv (N,), returns (N,) for the critic or None. rewards (R,) float64 without NaN, group (R,) long, norm (N,);
     old: (N,) log-probabilities, the reference's and values when the update began, where cfg needs them; call_rewards:
     see `pay`; None: the rollouts' rewards alone."""
     paid, turn = (None, None) if call_rewards is None else pay(batch, call_rewards)
@@ -375,12 +398,13 @@ def credit(trees: list, batch: Batch, rewards, group, norm, old: dict, cfg: Conf
     rewards, of_token = rewards[:, None], (batch.rollout, 0)                # (R, K): one column, or one a call and ...
     if paid is not None:
         rewards, of_token = torch.cat([paid, rewards], 1), (batch.rollout, turn)        # ... the outcome, after all
-    return advantages(rewards, cfg.std_norm and not is_rloo)[of_token] + by_kl, None
+    adv = advantages(rewards, cfg.std_norm and not is_rloo)[of_token] + by_kl
+    return adv.to(norm.dtype), None
 
 
 def policy_loss(logp, t: dict, denom: float, cfg: Config, is_supervised: bool) -> tuple:
     """Of a micro-batch's tokens: logp (n,) now; t: name -> (n,) norm, rollout, adv, logp_rollout and, as before the
-    update, logp and ref. -> loss, sums over the tokens. Supervised: the mean of -logp."""
+    update, logp and ref. -> loss, sums over the tokens. Supervised: the mean of -logp in that measure."""
     if is_supervised: return -(t["norm"] * logp).sum() / denom, {"nll": -logp.detach().sum()}
     weight = math.prod(algos.correction(t["logp"], t["logp_rollout"], k, cfg.correction_cap,
                                         rollout=t["rollout"] if cfg.algo == "gspo" or k == "geometric" else None)
@@ -590,6 +614,16 @@ def learnt(parts: list, like=None) -> dict:
     return tensors
 
 
+@contextlib.contextmanager
+def state_in(folder: Path):
+    """What torch's dcp raises while it saves or loads is no Exception, and tells ranks and stacks: an OSError here. Its
+    zip writer hides a full disk behind an error of its own."""
+    try: yield
+    except dcp.CheckpointException as e:
+        why = "; ".join(f"rank {rank}: {x.__context__ or x!r}" for rank, (x, _) in e.failures.items())
+        raise OSError(f"saved state {folder}: {why}") from e
+
+
 def checkpoint(folder: Path, model_dir: str, model, critic, dtype):
     """The weights in Hugging Face form, a critic's in the folder critic within. Every rank takes part."""
     import safetensors.torch
@@ -726,13 +760,12 @@ def main(cfg: Config):
     flags = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in WEIGHTLESS}
     digest = lambda *what: hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
     came_of = at.get("came_of", "")                         # digest of all that the weights were learnt from
-    weights_id = lambda: digest(came_of, flags)
+    weights_id = lambda: digest(came_of) + digest(flags)
     after = lambda rollouts: digest(weights_id(), [(r.id, r.started_s) for r in rollouts if r.reward is not None])
-    flying = [Group(rollout.make_jobs([t for t in train_tasks if t.id == id], [name], cfg.group_size), folder, born,
-                    i % num_engines * cfg.tp)               # --carry_over
-              for i, (id, name, folder, born) in enumerate(at.get("flying", []))]
+    flying = take_up(at.get("flying", []), train_tasks, num_engines, cfg)      # --carry_over
     if saved:
-        dcp.load(learnt(parts, dcp.FileSystemReader(saved).read_metadata().state_dict_metadata), checkpoint_id=saved)
+        names_in = dcp.FileSystemReader(saved).read_metadata().state_dict_metadata
+        with state_in(saved): dcp.load(learnt(parts, names_in), checkpoint_id=saved)
         order.setstate((at["order"][0], tuple(at["order"][1]), at["order"][2]))
         log({}, f"[{time.time() - begin:6.0f} s] goes on from {saved}: {first} of {cfg.steps} steps done"
                 + "; changed: " * bool(changed) + ", ".join(changed))
@@ -742,7 +775,7 @@ def main(cfg: Config):
         tmp = out / "saved" / "tmp"
         if rank == 0: shutil.rmtree(tmp, ignore_errors=True)
         gather(None, world)
-        dcp.save(learnt(parts), checkpoint_id=tmp)
+        with state_in(tmp): dcp.save(learnt(parts), checkpoint_id=tmp)
         if rank: return
         sizes = {name: (out / name).stat().st_size for name in ("metrics.jsonl", "log.txt")}
         (tmp / "loop.json").write_text(json.dumps(sizes | {
@@ -776,14 +809,15 @@ def main(cfg: Config):
     # 3. one update over a batch of rollouts ---------------------------------------------------------------------------
     def update(rollouts: list, version: int, lr: float, rewards=None, group_of=None, is_value_only=False,
                tokens_file=None) -> dict:
-        """rollouts: all ranks' alike; rewards (R,) float32, group_of (R,) long; None: supervised. -> metrics. Leaves
+        """rollouts: all ranks' alike; rewards (R,) float64, group_of (R,) long; None: supervised. -> metrics. Leaves
         the weights alone where the fidelity gate refuses."""
         nonlocal is_checked
         is_supervised = rewards is None
         trees = [grow(r, cfg) for r in rollouts]
-        batch = make_batch(trees, version)
+        batch = make_batch(trees, version if is_live else None)         # recorded steps have no older tokens
         R, N = len(rollouts), len(batch.rollout)
-        norm = algos.token_weights(batch.rollout, R, cfg.loss_mean)
+        loss_mean = "token" if is_supervised and cfg.loss_mean == "constant" else cfg.loss_mean     # of nll: a mean
+        norm = algos.token_weights(batch.rollout, R, loss_mean)
         seen, old = torch.zeros(N, dtype=torch.bool), {k: torch.zeros(N) for k in ("logp", "value", "ref")}
         now = torch.full((N,), math.nan)                    # logp as last computed
         sums, m = {}, {"tokens/unique": 0}
@@ -825,7 +859,7 @@ def main(cfg: Config):
         learners = [("", policy, opt)] * (not is_value_only) + [("value_", critic, value_opt)] * (returns is not None)
         if not is_checked:
             errors = tree.check_packing(lambda f: policy(f, cfg.temperature)[0], policy.parameters(), batch.paths,
-                                        batch.trained, cfg.micro_batch_tokens)
+                                        batch.trained, cfg.micro_batch_tokens, device)
             m["packing/logp_error"], m["packing/gradient_error"] = map(max, zip(*gather(errors, world)))
             worst, is_checked = max(m["packing/logp_error"], m["packing/gradient_error"]), True
             assert worst <= 1e-4, (
@@ -834,7 +868,7 @@ def main(cfg: Config):
         num_updates = num_epochs * min(num_minibatches, len(useful))
         for g in opt.param_groups: g["lr"] = lr
         # rollouts of zero advantage count in the mean: a part stands for its share of all
-        total = {"rollout": R, "token": N, "constant": R * (cfg.loss_constant or cfg.max_model_len)}[cfg.loss_mean]
+        total = {"rollout": R, "token": N, "constant": R * (cfg.loss_constant or cfg.max_model_len)}[loss_mean]
         columns = old | {"norm": norm, "rollout": batch.rollout, "adv": adv, "logp_rollout": batch.logp_rollout}
         if returns is not None: columns["returns"] = returns
         for epoch in range(num_epochs):
@@ -926,20 +960,19 @@ def main(cfg: Config):
         return gather(run() if is_dead else mine, world, cfg.deadline_s)
 
     def begin_group(g: Group):
-        """On its rank. What was sampled of it before a kill, up to the saved version (later weights depended on which
-        groups had ended first), or before the engine's death is not sampled again: whole rollouts are read, the calls
-        of others answer while the harness asks the same."""
+        """On its rank. What was sampled of it before a kill, by the same flags, up to the saved version (later weights
+        depended on which groups had ended first), or before the engine's death is not sampled again: whole rollouts
+        are read, the calls of others answer while the harness asks the same."""
         records = [rollout.record_path(out / "rollouts" / g.folder, job) for job in g.jobs]
         newest, g.is_begun = version if g.is_begun else at.get("version", -1), True
-        is_old = lambda c: not c.versions or g.born <= c.versions[0][0] and c.versions[-1][0] <= newest
-        known = [recorded(record, lambda r: r.temperature == cfg.temperature and any(c.versions for c in r.calls)
-                          and all(map(is_old, r.calls))) for record in records]
+        good = lambda r: still_good(r, digest(flags), g.born, newest)
+        known = [recorded(record, lambda r: any(c.versions for c in r.calls) and good(r) == r.calls)
+                 for record in records]
 
         def calls(record):
-            try: r = tree.read(record)
+            try: old = good(tree.read(record))
             except (OSError, ValueError): return None
-            return [c for c in r.calls if c.finish not in tree.UNTRAINED_FINISH and c.versions and is_old(c)
-                    and r.temperature == cfg.temperature] or None
+            return [c for c in old if c.finish not in tree.UNTRAINED_FINISH and c.versions] or None
         missing = [i for i, r in enumerate(known) if r is None]
         fresh = iter(runner.begin([g.jobs[i] for i in missing], out / "rollouts" / g.folder,
                                   [calls(records[i]) for i in missing]))

@@ -552,16 +552,17 @@ def logprobs(model, forest, temperature=1.0, chunk=1024, entropy=False):
     return (logp, entropies) if entropy else logp
 
 
-def check_packing(logprobs, parameters, paths, scored, budget):
+def check_packing(logprobs, parameters, paths, scored, budget, device="cpu"):
     """Self-check of a batch: the first paths of at most `budget` tokens in all (two at least) as a pack, against the
     same with share=False.  logprobs: forest -> (N,), as training calls it (under FSDP: on every rank).  -> greatest
     |difference| of the log-probabilities, and of the gradient, relative (of this rank's shards).  Each term has its
-    own weight, so that no two errors cancel.  Gradients must be None or zero before, and are None after."""
+    own weight, so that no two errors cancel.  Gradients must be None or zero before, and are None after.  device: where
+    to compute; parameters may lie elsewhere (--offload)."""
     order, parameters = dfs(paths)[0], list(parameters)
     chosen = order[:max(2, sum(n <= budget for n in np.cumsum([len(paths[i]) for i in order])))]
     results = []
     for share in (True, False):
-        forest = pack([paths[i] for i in chosen], [scored[i] for i in chosen], share).to(parameters[0].device)
+        forest = pack([paths[i] for i in chosen], [scored[i] for i in chosen], share).to(device)
         logp = logprobs(forest)[torch.cat(forest.where)]
         (logp * torch.arange(len(logp), device=logp.device).cos()).sum().backward()
         grads = [p.grad for p in parameters if p.grad is not None]

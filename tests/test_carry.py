@@ -1,8 +1,10 @@
 """train.py --carry_over: rollouts that outlive updates, on a tiny random model with a real engine and sandboxes."""
+import dataclasses
 import os
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import psutil
@@ -11,8 +13,9 @@ import torch
 
 from conftest import ROOT, make_task
 from test_proxy import ask, hand_over, trainer
-from test_train import alive, command, train
+from test_train import alive, command, forked, train
 import rollout
+import train as loop
 import tree
 
 REWARD = "echo 0.$RANDOM > /logs/verifier/reward.txt"       # each group has rewards that differ
@@ -117,6 +120,28 @@ def test_two_ranks_carry_over(tiny, tasks, tmp_path):
     assert sum(r["groups/num"] for r in rl) * 4 == len(found) and rl[-1]["groups/unfinished"] == 0
     assert sum(r["groups/carried"] for r in rl) > 0
     assert max(r["fidelity/gap_mean"] for r in rl if "fidelity/gap_mean" in r) < 1e-3
+
+
+def test_what_a_resumed_group_takes_over():
+    """Would catch a group of rollouts that were paid by two definitions, after flags changed between kill and resume,
+    and calls of later weights than the state's or of before the group began."""
+    r = forked(1., [[7, 8], [9], [10]])
+    for c, versions in zip(r.calls, ([[2, 2]], [[3, 1]], [])): c.versions = versions
+    r = dataclasses.replace(r, more={"weights_id": "weights" + "flags"})
+    kept = lambda *args: [c.id for c in loop.still_good(r, *args)]
+    assert kept("flags", 2, 3) == [0, 1, 2] and kept("flags", 2, 2) == [0, 2] and kept("flags", 3, 3) == [1, 2]
+    assert kept("other", 2, 3) == [] == loop.still_good(dataclasses.replace(r, more={}), "flags", 2, 3)
+
+
+def test_a_carried_task_that_is_gone_is_named():
+    """Would catch a group without rollouts, which has ended at once and ends the run where its state is saved."""
+    task, cfg = types.SimpleNamespace(id="here"), loop.Config(group_size=2, tp=2)
+    saved = [["here", "bash", "step-0001", 4], ["here", "bash", "step-0002", 5]]
+    groups = loop.take_up(saved, [task], 2, cfg)
+    assert [(g.jobs[1].id, g.folder, g.born, g.rank) for g in groups] == [
+        ("here.bash.1", "step-0001", 4, 0), ("here.bash.1", "step-0002", 5, 2)]
+    with pytest.raises(AssertionError, match="--tasks .* gone .*no such task"):
+        loop.take_up([*saved, ["gone", "bash", "step-0002", 5]], [task], 2, cfg)
 
 
 @pytest.mark.slow

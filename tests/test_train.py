@@ -8,11 +8,14 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
+import types
 
 import numpy as np
 import psutil
@@ -20,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, make_task
 import algos
@@ -267,7 +270,7 @@ def credited_by_call(rollouts, group, value=0., **flags):
     trees = [loop.grow(r, cfg) for r in rollouts]
     batch = loop.make_batch(trees, 0)
     norm = algos.token_weights(batch.rollout, len(rollouts), cfg.loss_mean)
-    rewards, old = torch.tensor([r.reward for r in rollouts]), {"value": torch.full_like(norm, value)}
+    rewards, old = loop.judge(rollouts, cfg)[0], {"value": torch.full_like(norm, value)}
     return batch, loop.credit(trees, batch, rewards, torch.tensor(group), norm, old, cfg,
                               [r.call_rewards for r in rollouts])[0]
 
@@ -307,6 +310,15 @@ def test_credit_by_call_is_the_formula(algo, seed):
         [want(i, c) for i, c in zip(batch.rollout.tolist(), batch.call.tolist())], rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.parametrize("outcomes, paid", [
+    ([0., 0.], [[9.7, 9.9], [19.6, 0.]]), ([0., 0.], [[0.1, 5.7], [5.8, 0.]]), ([0.3, 0.1], [[0., 0.], [0.1, 0.1]])])
+def test_equal_returns_get_no_credit(outcomes, paid):
+    """Would catch sums of one amount that float32 tells apart: divided by their tiny spread they are advantages."""
+    rollouts = [dataclasses.replace(forked(r, [[7, 8], [9]]), call_rewards=x) for r, x in zip(outcomes, paid)]
+    batch, adv = credited_by_call(rollouts, [0, 0])
+    assert adv.dtype == torch.float32 and not adv[batch.call == 0].any() and adv[batch.call == 1].all()
+
+
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 @pytest.mark.parametrize("seed", range(8))
 def test_untrained_calls_change_no_credit(algo, seed):
@@ -337,6 +349,8 @@ def test_what_verifiers_said_by_hand():
             assert (verdict[i] == verdict[j]).item() == (alike[i] == alike[j]), (flags, i, j)
     rewards, verdict = loop.judge(rollouts, loop.Config(max_leaves=1))
     assert rewards.isnan().tolist() == verdict.isnan().tolist() == [False] * 4 + [True, True]
+    for far in (1e39, math.inf, math.nan):                  # what no advantage can be computed from is named
+        with pytest.raises(AssertionError, match="rollout r: its reward"): loop.judge([say(far)], loop.Config())
 
 
 @pytest.mark.parametrize("flags", [{"algo": "gspo"}, {"correction": "geometric+tis"}, {}])
@@ -365,6 +379,13 @@ def test_ranks_get_as_many_turns_and_like_tokens(world):
     tokens = np.array([[len(tree.pack([batch.paths[i] for i in g], [[1]] * len(g)).ids) for g in t] for t in turns])
     assert tokens.max() <= 1000 and len(turns[0]) <= -(-tokens.sum() // 1000 // world) + 1
     assert tokens.sum(1).max() <= 1.15 * tokens.sum(1).mean(), tokens
+
+
+def test_a_small_budget_is_dealt_too():
+    """Would catch a search for even turns that never ends: below 64 tokens its steps are less than one."""
+    batch = loop.make_batch([tree.build(forked(1., [[10 * i + k for k in range(8)]])) for i in range(10)], 0)
+    turns = [loop.micro_batches(batch, range(10), loop.Config(micro_batch_tokens=32), rank, 2) for rank in (0, 1)]
+    assert sorted(i for t in turns for g in t for i in g or ()) == list(range(10))
 
 
 def test_metrics_of_an_update_by_hand():
@@ -437,6 +458,18 @@ def test_agreement_by_hand():
     assert loop.agreement(torch.full((400,), -1e-9), torch.zeros(400), 0.2)[1] is None, "certain, and rightly so"
     for wrong in (logp - 0.3, torch.full((400,), -math.inf), torch.full((400,), math.nan)):
         assert "mean" in loop.agreement(wrong, logp, 0.2)[1]
+
+
+def test_recorded_tokens_are_judged_whatever_their_version():
+    """Would catch a gate that takes the tokens of a recorded run, which counted its updates from another start (a cold
+    start that this one has not, or the other way round), for ones of other weights, and passes with nothing judged."""
+    r = forked(1., [[7, 8], [9]])
+    for c in r.calls: c.versions = [[3, len(c.sampled_ids)]]
+    batch = loop.make_batch([tree.build(r)], None)
+    seen, logp = torch.ones(3, dtype=torch.bool), batch.logp_rollout
+    assert loop.fidelity(batch, logp, seen, [r], 0.1)["fidelity/gap_mean"] == 0
+    with pytest.raises(ValueError, match="update refused"): loop.fidelity(batch, logp - 1, seen, [r], 0.1)
+    assert len(loop.make_batch([tree.build(dataclasses.replace(r, calls=[]))], None).behind) == 0
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -554,7 +587,9 @@ def test_recorded_rollouts_give_the_same_on_1_2_and_4_ranks(tiny, tasks, learnt,
         for p in launch(words, tmp_path / f"store-{world}", world):
             p.join(300)
             assert p.exitcode == 0, world
-        if flags == double and world == 1: want = out
+        if flags == double and world == 1:                  # what the others are compared with
+            want = out
+            continue
         compare(rows_of(out), rows_of(want))
         moved = saved(want, 2, "") - base
         assert moved.norm() > 1e-5 * base.norm() and (saved(out, 2, "") - base - moved).norm() <= 1e-5 * moved.norm()
@@ -699,6 +734,170 @@ def test_a_killed_run_and_a_dead_engine(learnt, tasks, tmp_path):
     assert gaps and max(gaps) < 1e-3
 
 
+def test_a_full_disk_is_an_error(tmp_path):
+    """Would catch what torch raises over a state that it cannot write or read: no Exception, so that no handler ends
+    the engine's threads, and many lines of stack in the place of the folder and the reason."""
+    limits, tensors = resource.getrlimit(resource.RLIMIT_FSIZE), {"x": torch.zeros(10**4)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="full: rank 0: .*too large"), loop.state_in(tmp_path / "full"):
+            dcp.save(tensors, checkpoint_id=tmp_path / "full")
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dcp.save(tensors, checkpoint_id=tmp_path / "torn")
+    for part in (tmp_path / "torn").glob("*.distcp"): part.unlink()
+    with pytest.raises(OSError, match="torn: rank 0: "), loop.state_in(tmp_path / "torn"):
+        dcp.load(tensors, checkpoint_id=tmp_path / "torn")
+
+
+def test_whatever_ends_a_command_ends_its_process():
+    """Would catch an exception that is no Exception (torch has some) and leaves vLLM's threads to hold the process."""
+    code = """if 1:
+        import atexit, rollout
+        def main(_): raise GeneratorExit
+        atexit.register(print, "stays")
+        rollout.command(main, None)"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (1, "") and "GeneratorExit" in result.stderr, result
+
+
+# ---- one update of made-up records: what it does is known exactly
+
+def record_step(out, tasks, rounds, seed=0):
+    """A run folder for --rollouts. rounds: of each round of sampling, for each of the four tasks the rewards of its
+    group. -> rollouts of each round and task: a call or two of 1 to 30 random tokens."""
+    chance, made, times = random.Random(seed), [], {k: 0. for k in ("received_s", "first_token_s", "finished_s")}
+    ids = lambda low, high: [chance.randrange(10, 40_000) for _ in range(chance.randint(low, high))]
+    for turn, rewards in enumerate(rounds):
+        folder = out / "rollouts" / ("step-0000" + f".{turn}" * bool(turn))
+        folder.mkdir(parents=True)
+        made.append([])
+        for task, paid in zip(rollout.load_tasks(str(tasks)), rewards):
+            made[-1].append([])
+            for job, reward in zip(rollout.make_jobs([task], ["bash"], len(paid)), paid):
+                prompt, calls = ids(5, 20), []
+                for i in range(chance.randint(1, 2)):       # the second goes on from the first one's prompt alone
+                    asked, said = prompt + ids(1, 5), ids(1, 30)
+                    logp, versions = [-9.] * len(said), [[3, len(said)]]
+                    calls.append(tree.Call(i, "main", None, asked, asked, said, logp, "stop", versions, **times))
+                head = {"type": "rollout", "format": 1, "id": job.id, "task": task.id, "harness": "bash", "model": "m",
+                        "temperature": 1., "started_s": float(turn)}
+                lines = [head, *(tree.call_line(c, calls[:c.id]) for c in calls),
+                         {"type": "end", "outcome": "ok", "reward": reward}]
+                rollout.record_path(folder, job).write_text("".join(json.dumps(x) + "\n" for x in lines))
+                made[-1][-1].append((calls, reward))
+    return made
+
+
+def plain_gradient(model, groups, loss_mean):
+    """Of the loss over all groups' tokens, call by call with transformers alone, in float64: one vector."""
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    lengths = [sum(len(c.sampled_ids) for c in calls) for group in groups for calls, _ in group]
+    for group in groups:
+        rewards = [reward for _, reward in group]
+        for calls, reward in group:
+            adv = (reward - np.mean(rewards)) / (np.std(rewards) + 1e-6)
+            own = sum(len(c.sampled_ids) for c in calls)
+            denom = {"rollout": own * len(lengths), "token": sum(lengths), "constant": 256 * len(lengths)}[loss_mean]
+            for c in calls:
+                logp = model(torch.tensor([c.ids[:-1]])).logits[0].log_softmax(1)[len(c.prompt_ids) - 1:]
+                (-adv * logp.gather(1, torch.tensor(c.sampled_ids)[:, None]).sum() / denom).backward()
+    return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])
+
+
+UPDATE = ["--steps=1", "--tasks_per_step=4", "--group_size=3", "--priority_floor=1", "--correction=off",
+          "--max_logp_gap=0", "--grad_clip=1e9", "--save_every=1", "--no_checkpoint"]
+EXACT = [*UPDATE, "--dtype=float64", "--micro_batch_tokens=96"]
+
+
+def test_the_gradient_is_that_of_the_formula(tiny, tasks, launch, tmp_path):
+    """Would catch a normaliser that counts only what is computed (groups of equal rewards, which are not), counts
+    tokens or rollouts of a micro-batch, or splits the batch wrongly: against transformers, a call at a time. And
+    dynamic sampling that takes other groups than it should, or goes on when it has enough; a cold start that divides
+    its mean by --loss_mean's constant."""
+    mixed, equal = [[0., 1., 0.], [1.] * 3, [0., 0.5, 2.], [0.] * 3], [[1., 0., 0.]] * 4
+    once, = record_step(tmp_path / "once", tasks, [mixed])
+    first, second = record_step(tmp_path / "twice", tasks, [mixed, equal])
+    runs, twice = {}, [*EXACT, "--max_resample=2", f"--rollouts={tmp_path / 'twice'}"]
+    for how in ("rollout", "token", "constant"):
+        flags = [*EXACT, f"--loss_mean={how}", f"--rollouts={tmp_path / 'once'}"]
+        runs[how] = launch(command(tiny, tasks, tmp_path / how, *flags), None)
+    shutil.copytree(tmp_path / "once/rollouts/step-0000", tmp_path / "demos/rollouts/demonstrations")
+    cold = ["--steps=0", "--warmup_steps=1", "--loss_mean=constant", f"--rollouts={tmp_path / 'demos'}"]
+    runs["cold"] = launch(command(tiny, tasks, tmp_path / "cold", *EXACT, *cold), None)
+    runs["resampled"] = launch(command(tiny, tasks, tmp_path / "resampled", *twice), None)
+    for p, in runs.values():
+        p.join(120)
+        assert p.exitcode == 0
+    row = next(r for r in rows_of(tmp_path / "cold") if r["phase"] == "warmup")
+    assert row["train/loss"] == pytest.approx(row["train/nll"], rel=1e-6)
+    row, = rows_of(tmp_path / "resampled")[1:]
+    with np.load(tmp_path / "resampled/tokens/step-0000.npz") as t: late = t["id"][t["started_s"] == 1].tolist()
+    names = [task.id for task in rollout.load_tasks(str(tasks))]
+    chosen = [second[names.index(id.split(".bash")[0])] for id in late[::3]]
+    assert len(chosen) == 2 and (row["groups/rounds"], row["groups/num"], row["groups/dropped"]) == (2, 6, 2)
+    for run, groups in {**dict.fromkeys(("rollout", "token", "constant"), once),
+                        "resampled": [first[0], first[2], *chosen]}.items():
+        want = plain_gradient(tiny, groups, run if run in ("token", "constant") else "rollout")
+        got = saved(tmp_path / run, 1, "exp_avg") / (1 - 0.9)
+        assert (got - want).norm() <= 1e-6 * want.norm(), run      # transformers norms in float32
+
+
+class Mute:
+    """In the engine's place: takes weights, and whatever they are says the same."""
+    def __init__(self, model, **_):
+        self.tokenizer, self.engine = AutoTokenizer.from_pretrained(model), types.SimpleNamespace(errored=None)
+
+    def load_weights(self, buckets, version): assert sum(len(named) for _, named in buckets) > 10
+    def greedy(self, ids, num): return [7] * num
+    def close(self): pass
+
+
+def ends(rank, world, store, argv, answers, engine=None):
+    """A run in this process -> why it stopped, and whether its weights were still the model's."""
+    import proxy
+    proxy.Proxy = engine or proxy.Proxy
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    if world > 1: dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    cfg = loop.parse(argv)
+    try: loop.main(cfg)
+    except Exception as e:
+        own = next(f.f_locals.get("model") for f, _ in traceback.walk_tb(e.__traceback__) if f.f_code.co_name == "main")
+        first = AutoModelForCausalLM.from_pretrained(cfg.model).state_dict()
+        is_first = own is not None and world == 1 and all(
+            loop.full(p).equal(first[k]) for k, p in own.state_dict().items())
+        answers.put((str(e), is_first))
+    else: answers.put(("nothing: it ended well", False))
+    answers.close(), answers.join_thread()
+    os._exit(0)                                             # not past a peer that is dead
+
+
+def started(runs):
+    """Lists of arguments of `ends`, each with its queue -> processes, queues."""
+    context = multiprocessing.get_context("forkserver")
+    queues = [context.Queue() for _ in runs]
+    ranks = [context.Process(target=ends, args=(*run[:4], q, *run[4:])) for run, q in zip(runs, queues)]
+    for p in ranks: p.start()
+    return ranks, queues
+
+
+def test_no_step_is_made_with_what_is_wrong(tiny, tasks, launch, learnt, tmp_path):
+    """Would catch weights that change before a gradient is known to be finite; records of another policy's, all of
+    them of a later version than this run's, that pass the gate; and an engine that says other things than the trainer
+    would, at its wake, and is asked all the same."""
+    record_step(tmp_path / "far", tasks, [[[0., 9e29, 0.]] * 4])
+    record_step(tmp_path / "other", tasks, [[[0., 1., 0.]] * 4])
+    runs = {"gradient norm inf: no step": ["--no_std_norm", f"--rollouts={tmp_path / 'far'}"],
+            "update refused": ["--max_logp_gap=0.1", f"--rollouts={tmp_path / 'other'}"],
+            "self-test of version 1: the engine of rank 0 prefers": [*AS_LEARNT, "--resume", "--steps=2"]}
+    go_on(learnt, tmp_path / "2")
+    argv = [command(tiny, tasks, tmp_path / str(i), *UPDATE, *flags)[2:] for i, flags in enumerate(runs.values())]
+    ranks, queues = started([(0, 1, None, words, *[Mute] * (i == 2)) for i, words in enumerate(argv)])
+    for why, p, q in zip(runs, ranks, queues):
+        said, is_first = q.get(timeout=120)
+        p.join()
+        assert why in said and is_first == ("self-test" not in why), said
+
+
 def late(rank, store, answers):
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2,
                             timeout=datetime.timedelta(minutes=5))
@@ -719,6 +918,20 @@ def test_a_rank_that_does_not_come_is_named(launch, tmp_path):
     finally:
         for p in ranks: p.kill(), p.join()
     assert "Ranks 1" in answer, answer
+
+
+def test_a_killed_rank_ends_the_run(tiny, tasks, learnt, launch, tmp_path):
+    """Would catch ranks that wait for a dead one for as long as for a slow one: killed in the middle of the cold start,
+    while the others compute or wait for its part."""
+    argv = command(tiny, tasks, tmp_path / "run", *AS_LEARNT, "--resume", f"--rollouts={learnt[0]}")[2:]
+    ranks, queues = started([(i, 2, tmp_path / "store", argv) for i in (0, 1)])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run/metrics.jsonl").exists() and time.monotonic() < deadline: time.sleep(0.05)
+    time.sleep(0.5)
+    ranks[1].kill()
+    why, _ = queues[0].get(timeout=30)
+    ranks[0].join(30)
+    assert "by peer" in why or "rank is dead" in why, why
 
 
 def test_resume_refuses_what_does_not_fit(tmp_path):

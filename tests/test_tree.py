@@ -624,6 +624,10 @@ def test_the_self_check_tells_a_right_pack_from_a_leaking_one():
     check_packing(lambda f: seen.append(len(f.where)) or logprobs(model, f), model.parameters(), paths, scored, 1)
     assert seen == [2, 2]
 
+    def where(forest): raise LookupError(forest.ids.device)
+    with pytest.raises(LookupError, match="meta"):         # not where the weights lie, which --offload keeps elsewhere
+        check_packing(where, model.parameters(), paths, scored, 1, "meta")
+
 
 def test_a_pack_without_scores_still_reaches_every_parameter():
     """Catches: a rank that has no micro-batch left (it runs a dummy) breaking the others' collectives."""
