@@ -1090,6 +1090,9 @@ def main(cfg: Config):
             def took(what):
                 nonlocal lap
                 times[f"time/{what}_s"], lap = time.time() - lap, time.time()
+                if is_gpu:                                  # the engine sleeps while the trainer works
+                    free, total = torch.cuda.mem_get_info()
+                    times[f"memory/gpu_{what}_gb"] = (total - free) / 2**30
             for turn in range(1 + cfg.max_resample):        # more than one: dynamic sampling, DAPO, 2503.14476, bounded
                 if cfg.carry_over: jobs, rollouts, num_carried = roll_on(step)
                 else:
