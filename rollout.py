@@ -30,9 +30,11 @@ Outcomes, and what becomes of the reward:
     no_calls       the harness never reached the model               none, and a warning
     stale          it outlived `train.py --max_staleness`            none
 Tasks are in Harbor's format: instruction.md, task.toml (both schemas), environment/Dockerfile or docker_image,
-tests/test.sh -> /logs/verifier/reward.txt (a number) or reward.json (numbers by name), solution/solve.sh. A task that
-does not ask for internet access has none, though Harbor's default is the opposite. Refused by name: compose files,
-GPUs, Windows, MCP servers, health checks, several steps, sandboxes of the verifier's own, lists of allowed hosts.
+tests/test.sh -> /logs/verifier/reward.json (numbers by name) or, without one or a `reward` in it, reward.txt (a
+number), solution/solve.sh. A task that says nothing of internet access has it with --internet on alone, though Harbor's
+default is the opposite; other defaults of ours are 10 minutes for agent and verifier, 1 CPU, 2 GB of memory, 10 GB of
+disk. Refused by name: compose files, GPUs, Windows, MCP servers, health checks, several steps, sandboxes of the
+verifier's own, lists of allowed hosts, a network for one stage alone.
 In reward.json "call_N" is, for as many N as wanted, what call N is paid beside the rollout's reward (`train.py
 --call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too: for the verifier
 /logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that there is not or a
@@ -41,7 +43,7 @@ import argparse, concurrent.futures, contextlib, functools, hashlib, json, math,
     signal, sys, tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import fmean, variance
 
@@ -55,6 +57,8 @@ SPENT_S = 10                            # how long a harness may go on when its 
 VERIFY = ("strict", "compat", "history")
 DEFENCES = ("git", "tools", "links", "tamper")
 OUT_OF_TIME = "ran out of time"         # a verifier, in its rollout's detail
+ARTIFACTS = "/logs/artifacts"           # kept of every task
+CANARY = re.compile(r"(?i)\A(?:\s*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*(?:\n|\Z))+")      # Harbor leaves it out, too
 MAX_REWARD = 1e15                       # float32 must hold the squares of sums
 
 
@@ -138,16 +142,15 @@ class Settings(dict):
 
 def refuse_unsupported(toml: Settings):
     """ValueError for what a task asks for and would not get."""
-    box, schema = toml["environment"], toml.get("schema_version", "1")
-    if not str(toml.get("version", schema)).startswith("1"): toml.wrong(f"version {schema}", "known is 1.x")
+    box, schema = toml["environment"], str(toml.get("schema_version", "1"))     # `version` is also authors' own
+    if not schema.startswith("1"): toml.wrong(f"schema_version = {schema}", "known is 1.x, leave the task out")
     for what, is_there in {
             "several steps": toml.get("steps"), "[environment] gpus": box.get("gpus"),
             "[environment] mcp_servers": box.get("mcp_servers"), "[environment] healthcheck": box.get("healthcheck"),
             f"[environment] os = {box.get('os')}": str(box.get("os", "linux")).lower() != "linux",
             "[verifier.environment]": toml["verifier"].get("environment"),
             "[verifier] environment_mode = separate": toml["verifier"].get("environment_mode") == "separate",
-            "[[verifier.collect]]": toml["verifier"].get("collect"),
-            "network_mode = allowlist": box.get("network_mode") == "allowlist"}.items():
+            "[[verifier.collect]]": toml["verifier"].get("collect")}.items():
         if is_there: toml.wrong(what, "this is not supported, leave the task out")
     if compose := sorted(toml.path.glob("environment/*compose.y*ml")):
         raise ValueError(f"task {toml.path}: {compose[0].name}: services beside the sandbox are not supported; leave "
@@ -159,7 +162,7 @@ def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task
     for name in ("instruction.md", "task.toml", "tests/test.sh"):
         if not (path / name).is_file(): raise FileNotFoundError(f"task {path}: {name} is missing")
     toml = Settings(path)
-    try: instruction = (path / "instruction.md").read_text().strip()
+    try: instruction = CANARY.sub("", (path / "instruction.md").read_text()).strip()
     except UnicodeDecodeError as e: raise ValueError(f"task {path}: instruction.md: {e}") from None
     refuse_unsupported(toml)
     box = toml["environment"]
@@ -168,10 +171,17 @@ def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task
             ("workdir", lambda x: isinstance(x, str) and x.startswith("/"), "a path from / on is needed"),
             ("docker_image", lambda x: isinstance(x, str), "an image's name is needed")):
         if key in box and not is_right(box[key]): toml.wrong(f"[environment] {key} = {box[key]!r}", needs)
-    is_online = box["network_mode"] == "public" if "network_mode" in box else box.get("allow_internet", False)
+    allowed = "public" if box.get("allow_internet", internet == "on") else "no-network"     # Harbor's default is on
+    asked = box.get("network_mode", allowed)
+    for section in ("environment", "agent", "verifier"):
+        mode = toml[section].get("network_mode", asked)
+        if mode not in ("public", "no-network") or mode != asked and internet != "off":
+            toml.wrong(f"[{section}] network_mode = {mode!r}", "supported is public or no-network, one for the whole "
+                       "task; leave it out")
+    is_online = asked == "public"
     if is_online and internet == "refuse":
-        raise ValueError(f"task {path}: allow_internet = true: say --internet on (a network of the run's own) or "
-                         "--internet off (the task runs without)")
+        raise ValueError(f"task {path}: it asks for internet access (allow_internet, network_mode): say --internet on "
+                         "(a network of the run's own) or --internet off (the task runs without)")
     image, mode = box.get("docker_image") or "", toml["metadata"].get("verify", "")
     if mode not in ("", *VERIFY): toml.wrong(f"[metadata] verify = {mode!r}", f"one of {', '.join(VERIFY)} is needed")
     if not image and not (path / "environment" / "Dockerfile").is_file():
@@ -189,17 +199,32 @@ def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task
                 toml.artifacts())
 
 
-def load_tasks(root: str, base_images: dict = {}, internet="refuse") -> list:
-    """All tasks below a folder (or the one that it is), by name."""
+def load_tasks(root: str, base_images: dict = {}, internet="refuse", skip_refused=False) -> list:
+    """All tasks below a folder (or the one that it is), by name. ValueError names all that are refused."""
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"--tasks {root}: no such folder; `python tasks/shell.py DIR` writes the shell tasks")
-    paths = sorted(p.parent for p in root.rglob("task.toml"))
+    paths = {p.parent for p in root.rglob("task.toml")}
+    paths = sorted(p for p in paths if paths.isdisjoint(p.parents))     # what lies in a task is its own
     if old := next(root.rglob("task.yaml"), None) if not paths else None:
         raise ValueError(f"--tasks {root}: {old.relative_to(root)} is Terminal-Bench's older format; convert it with: "
                          f"pip install harbor && harbor tasks migrate -i {root} -o NEW_FOLDER")
     if not paths: raise FileNotFoundError(f"--tasks {root}: no task.toml below it, so no task in Harbor's format")
-    return [load_task(p, str(Path(root.resolve().name) / p.relative_to(root)), base_images, internet) for p in paths]
+    tasks, refused = [], []
+    for p in paths:
+        try: tasks.append(load_task(p, str(Path(root.resolve().name) / p.relative_to(root)), base_images, internet))
+        except (ValueError, FileNotFoundError) as e: refused.append(str(e))
+    if refused and not (skip_refused and tasks):
+        more = f"{len(refused)} of {len(paths)} tasks are refused; --skip_refused goes on without them"
+        raise ValueError("\n".join([*refused, more] if len(paths) > 1 else refused))
+    if refused: print(*refused, f"{len(refused)} of {len(paths)} tasks are left out", sep="\n", file=sys.stderr)
+    return tasks
+
+
+def script(file: Path, inside: str) -> list:
+    """argv that runs a task's script as its first line says, else with bash."""
+    with open(file, "rb") as f: first = f.readline().decode(errors="replace").strip()
+    return [*(first[2:].split(None, 1) if first.startswith("#!") else ["bash"]), inside]
 
 
 # --- one rollout ------------------------------------------------------------------------------------------------------
@@ -280,14 +305,16 @@ class Runner:
                     seconds.clear()
                     found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
                     if (end["reward"] or 0) >= 1: break
-                else: mode, end = modes[0], found[modes[0]]
+                else:                                       # none did: the first that came to a verdict
+                    mode = next((m for m in modes if found[m]["reward"] is not None), modes[0])
+                    end = found[mode]
                 # the oracle looked for the strictest; a time limit says nothing of a mode
                 if len(modes) > 1 and not any(x["outcome"] == "timeout" or OUT_OF_TIME in x["detail"]
                                               for x in found.values()):
                     file = job.task.mode_file(self.kind)
                     file.parent.mkdir(parents=True, exist_ok=True)
                     part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
-                    part.write_text(mode)
+                    part.write_text(mode if (end["reward"] or 0) >= 1 else "strict")
                     part.replace(file)
             if session is not None and session.broken:
                 raise sandbox.SandboxError(f"a call is not on record: {session.broken}")
@@ -351,7 +378,7 @@ class Runner:
             box.freeze()                                    # from here on nothing that the agent started runs
             if "tamper" not in self.off and (paths := box.changed()):
                 more["tamper"] = {"num": len(paths), "paths": paths[:20]}
-            for path in task.artifacts:
+            for path in (*task.artifacts, ARTIFACTS):
                 kept = log.with_suffix(".artifacts") / path.strip("/").replace("/", "-")
                 kept.parent.mkdir(exist_ok=True)
                 with contextlib.suppress(FileNotFoundError, ValueError): box.get(path, kept)
@@ -376,7 +403,8 @@ class Runner:
         task = job.task
         if job.harness == "oracle":
             box.put(task.path / "solution", "/solution")
-            argv, env = ["bash", "/solution/solve.sh"], task.envs.get("solution", {})
+            argv = script(task.path / "solution/solve.sh", "/solution/solve.sh")
+            env = task.envs.get("solution", {})
         elif job.harness == "nop": argv, env = ["true"], {}
         else:
             context_tokens = self.proxy.engine.model_config.max_model_len
@@ -427,8 +455,9 @@ class Runner:
                 (Path(tmp) / "calls.json").write_text(json.dumps(rows))
                 box.put(tmp, "/logs/agent")
         with open(log, "a") as f: f.write("\n=== verifier\n")
-        verdict = box.exec(["bash", "/tests/test.sh"], timeout_s=job.task.verifier_timeout_s, log=log,
-                           env=job.task.envs.get("verifier"), user=job.task.users.get("verifier", ""))
+        task = job.task
+        verdict = box.exec(script(task.path / "tests/test.sh", "/tests/test.sh"), timeout_s=task.verifier_timeout_s,
+                           log=log, env=task.envs.get("verifier"), user=task.users.get("verifier", ""))
         return read_reward(box, verdict, len(session.seen) if session else 0, self.reward_weights)
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
@@ -524,7 +553,8 @@ def parse_reward(text: str, is_json: bool, weights: dict | None) -> tuple:
 def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
     """-> (reward, the calls' rewards by id or None, {name: reward}, None) or (None, None, {}, what is wrong)"""
     with tempfile.TemporaryDirectory() as tmp:
-        for name in ("reward.txt", "reward.json"):
+        problem = None
+        for name in ("reward.json", "reward.txt"):          # guards write 0 to the one first, tests then to the other
             file = Path(tmp) / name
             try: box.get(f"/logs/verifier/{name}", file)
             except (FileNotFoundError, ValueError): continue
@@ -532,13 +562,16 @@ def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
             text = file.read_text(errors="replace")[:100_000]
             needs = f"a number within ±{MAX_REWARD:g} is needed"
             try: reward, named = parse_reward(text, name == "reward.json", weights)
-            except KeyError as e:
-                reward, needs = math.nan, f"there is no {e}, name what counts: --reward_weights NAME=WEIGHT,..."
+            except KeyError as e:                           # it tells other things, unless there is no reward.txt
+                problem = (f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; there is no {e}, name what counts: "
+                           "--reward_weights NAME=WEIGHT,...")
+                continue
             except (ValueError, TypeError, AttributeError, OverflowError): reward = math.nan
             if not abs(reward) < MAX_REWARD:
                 return None, None, {}, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; {needs}"
             try: return reward, pay_calls(text, num_calls) if name == "reward.json" else None, named, None
             except ValueError as e: return None, None, {}, f"tests/test.sh {e}"
+    if problem: return None, None, {}, problem
     how = OUT_OF_TIME if verdict.timed_out else f"ended with status {verdict.exit_code}"
     return (None, None, {},
             f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}")
@@ -715,6 +748,7 @@ def parse(argv=None):
     p.add_argument("--off", default="", help=f"defences to leave out, with commas: {', '.join(DEFENCES)}")
     p.add_argument("--internet", choices=("refuse", "off", "on"), default="refuse",
                    help="for tasks that ask for internet access")
+    p.add_argument("--skip_refused", action="store_true", help="go on without the tasks that are refused")
     p.add_argument("--reward_weights", default="", metavar="NAME=WEIGHT,...", help="of several rewards")
     p.add_argument("--temperature", type=float, default=1.0, help="of sampling (default %(default)s)")
     p.add_argument("--max_model_len", type=int, default=2048, help="context, tokens (default %(default)s)")
@@ -752,14 +786,17 @@ def make_jobs(tasks, names, n, script=None) -> list:
         lines = Path(script).read_text().splitlines()
 
     def texts(task, name):
-        if name == "oracle" and not (task.path / "solution/solve.sh").is_file():
-            raise FileNotFoundError(f"task {task.path}: solution/solve.sh is missing; the oracle needs it")
         if script is None or name in WITHOUT_MODEL: return None
         if lines is not None: return lines
         demonstrate = harnesses.load(name).demonstrate
         if demonstrate is None: raise ValueError(f"--harness {name}: it has no demonstrations; give --script a file")
         return demonstrate(task.solution())
-    return [Job(t, h, i, texts(t, h)) for t in tasks for h in names for i in range(n)]
+    is_solved = lambda t: (t.path / "solution/solve.sh").is_file()
+    if "oracle" in names and (bad := [t.id for t in tasks if not is_solved(t)]):
+        if len(bad) == len(tasks): raise FileNotFoundError(f"no task has a solution/solve.sh, which the oracle needs")
+        print(f"warning: not run by the oracle, as there is no solution/solve.sh: {', '.join(bad)}", file=sys.stderr)
+    return [Job(t, h, i, texts(t, h)) for t in tasks for h in names for i in range(n)
+            if h != "oracle" or is_solved(t)]
 
 
 def prebuild(tasks: list, num_parallel: int) -> int:
@@ -776,14 +813,15 @@ def prebuild(tasks: list, num_parallel: int) -> int:
 def main(args):
     if "compare" in args: return compare_folders(args)
     kind = sandbox.choose("docker" if args.prebuild else args.sandbox)
-    tasks = load_tasks(args.tasks, base_images(args.base_image), args.internet)[:args.limit or None]
+    tasks = load_tasks(args.tasks, base_images(args.base_image), args.internet,
+                       args.skip_refused)[:args.limit or None]
     if args.prebuild: return prebuild(tasks, args.num_parallel)
     names = list(dict.fromkeys(args.harness.split(",")))
     for name in names:
         if name not in WITHOUT_MODEL: harnesses.load(name).mounts()     # builds the runtimes
     online = sum(task.env.internet for task in tasks)
     if online: print(f"warning: {online} tasks have internet access", file=sys.stderr)
-    jobs = make_jobs(tasks, names, args.n, args.script)
+    jobs = sorted(make_jobs(tasks, names, args.n, args.script), key=lambda job: job.harness != "oracle")
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise NotADirectoryError(f"--out {args.out}: it is a file; name a folder")
     for record in (record_path(Path(args.out), job) for job in jobs):
@@ -801,7 +839,9 @@ def main(args):
                         num_warm=args.num_warm, verify=args.verify, off=args.off, reward_weights=args.reward_weights,
                         temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
                         max_rollout_tokens=args.max_rollout_tokens, openclaw_stable=args.openclaw_stable)
-        rollouts = runner.run_all(jobs, Path(args.out), f"{args.harness} in {kind}")
+        rollouts = []                                       # the oracle first: it finds how the others are verified
+        for _, part in groupby(jobs, key=lambda job: job.harness == "oracle"):
+            rollouts += runner.run_all(list(part), Path(args.out), f"{args.harness} in {kind}")
     finally:
         if proxy is not None: proxy.close()
         sandbox.reap(run_id)

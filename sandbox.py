@@ -59,6 +59,7 @@ class Environment:
                                         # (any tag) and "host" the host's own /usr
     workdir: str = ""                   # "" = the image's own
     copies: list = dataclasses.field(default_factory=list)        # [(host path, inside path)], put in at start
+    folders: tuple = ("/logs/agent", "/logs/artifacts")           # made at start, for any user
     env: dict = dataclasses.field(default_factory=dict)
     dockerfile: Path | None = None      # folder of a Dockerfile that must be built, None = `base` serves as it is
     build_line: str = ""                # the line that makes the build necessary
@@ -80,7 +81,8 @@ class Result:
 # ---- tasks: environment/Dockerfile ----
 
 # Lines that can be applied at start: no variables, flags, wildcards, stages or here-documents.
-PLAIN = re.compile(r"(?i)(FROM|WORKDIR)\s+[^\s$'\"-][^\s$'\"]*|COPY\s+(?=[^\s\[-])[^$*?\\<\[]*|ENV\s+\w+=[^$\\]*")
+PLAIN = re.compile(r"(?i)(FROM|WORKDIR)\s+[^\s$'\"-][^\s$'\"]*|COPY\s+(?=[^\s\[-])[^$*?\\<\[]*|ENV\s+\w+=[^$\\]*|"
+                   r"(CMD|LABEL|EXPOSE)\s.*")            # of no use to a sandbox
 
 
 def environment(task_dir, base_images=None, docker_image=None):
@@ -244,7 +246,7 @@ class Sandbox:
             os.chmod(self.socket, 0o666)   # the user inside is another one; on the host its folder guards the socket
         try:
             with _faults(f"start {self.name}"): self._start()
-            self._put(self.env.copies)
+            self._put(self.env.copies, self.env.folders)
             self.started_s = time.time()
         except BaseException as error:
             self.__exit__(type(error))
@@ -365,7 +367,8 @@ class Sandbox:
             raise SandboxError(f"{inside} of {self.name} cannot be emptied: {result.output[-1000:]}")
         return workspace.heard(result.output)
 
-    def _put(self, copies):
+    def _put(self, copies, folders=()):
+        """Copies, and folders for any user."""
         with _faults(f"put into {self.name}"), tempfile.TemporaryFile() as archive:
             with tarfile.open(fileobj=archive, mode="w") as tar:
                 for host, inside in copies:
@@ -376,8 +379,12 @@ class Sandbox:
                     paths = sorted(host.iterdir()) if host.is_dir() else []
                     for path in paths or [host.resolve()]:
                         tar.add(path, inside.strip("/") + (f"/{path.name}" if paths else ""), filter=_anonymous)
+                for inside in folders:
+                    folder = tarfile.TarInfo(inside.strip("/"))
+                    folder.type, folder.mode = tarfile.DIRTYPE, 0o777
+                    tar.addfile(folder)
             archive.seek(0)
-            if copies: self._unpack(archive, "/")
+            if copies or folders: self._unpack(archive, "/")
 
 
 def _anonymous(member):
@@ -591,7 +598,7 @@ class Docker(Sandbox):
         with _faults(f"snapshot of {self.name}"):   # the image has the container's labels
             made = _client().api.commit(self.container, "harness-rl/snapshot", uuid.uuid4().hex)["Id"]
         try:
-            yield dataclasses.replace(self.env, base=made, dockerfile=None, copies=[])
+            yield dataclasses.replace(self.env, base=made, dockerfile=None, copies=[], folders=())
         finally:
             with contextlib.suppress(SandboxError), _faults("remove it"):   # `reap` does
                 _client().api.remove_image(made, force=True)
@@ -683,6 +690,10 @@ def image(env):
             raise SandboxError(f"task {env.task}: image build failed: {error.msg} (for an image that cannot be pulled: "
                                f"--base_image NAME=LOCAL)\n{last}") from error
         except docker.errors.APIError as error:
+            if context:
+                raise SandboxError(f"task {env.task}: image build failed: {error.explanation} (the daemon's own "
+                                   "builder knows no here-documents, --mount or --chmod: build the image by hand and "
+                                   "name it in docker_image)") from error
             raise SandboxError(
                 f"task {env.task}: image {env.base} is not here and cannot be pulled; name a local image instead "
                 f"(--base_image {env.base}=harness-rl/base, made by: bash tasks/base_image.sh): {error.explanation}"
@@ -704,7 +715,12 @@ def _context(env):
         file.size = len(text)
         tar.addfile(file, io.BytesIO(text))
     context.seek(0)
-    tag = f"harness-rl/task:{hashlib.file_digest(context, 'sha256').hexdigest()}"
+    digest = hashlib.file_digest(context, "sha256")
+    for name in sorted({*env.base_images.values()}):       # a stand-in that was made anew is another image
+        with contextlib.suppress(docker.errors.ImageNotFound):
+            if re.search(rf"(?m)\s{re.escape(name)}(\s|$)", text.decode()):
+                digest.update(_client().api.inspect_image(name)["Id"].encode())
+    tag = f"harness-rl/task:{digest.hexdigest()}"
     context.seek(0)
     return tag, context
 
@@ -906,14 +922,14 @@ class Bubblewrap(Sandbox):
     def snapshot(self, is_last=False):
         """As Docker's."""
         if is_last:
-            yield dataclasses.replace(self.env, copies=[], heir_of=self)
+            yield dataclasses.replace(self.env, copies=[], folders=(), heir_of=self)
             return
         folder = _make_folder(self.run_id)
         try:
             with _faults(f"snapshot of {self.name}"):
                 subprocess.run(["cp", "-a", "--reflink=auto", *self.mounts.values(), folder], check=True)
             copies = [(folder / host.name, inside) for inside, host in self.mounts.items()]
-            yield dataclasses.replace(self.env, copies=copies, heir_of=None)
+            yield dataclasses.replace(self.env, copies=copies, folders=(), heir_of=None)
         finally:
             _remove_folder(folder)
 
@@ -928,9 +944,9 @@ class Bubblewrap(Sandbox):
 
     def _is_folder(self, inside): return inside in self.mounts      # of others none can be written to
 
-    def _put(self, copies):
+    def _put(self, copies, folders=()):
         self._mount(_folders(copies))
-        super()._put(copies)
+        super()._put(copies, folders)
 
     def _tar(self, inside, words, **pipes):
         """(exit code, output) of tar, run inside as the user there: a link made there leads nowhere on the host."""

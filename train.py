@@ -68,6 +68,7 @@ class Config:
     verify: str = "auto"                 # auto, strict, compat, history: how rollouts are verified, see rollout.py
     off: str = ""                        # defences left out, with commas: git, tools, links, tamper
     internet: str = "refuse"             # tasks that ask for internet access: refuse, off (run without), on
+    skip_refused: bool = False           # go on without the tasks that are refused
     reward_weights: str = ""             # NAME=WEIGHT,...: of a reward.json of several rewards
     num_parallel: int = 32               # rollouts at once, a rank
     max_calls: int = 0                   # calls of a rollout, then it is overlong (0 = no limit)
@@ -671,7 +672,8 @@ def main(cfg: Config):
     for name in names * is_live: harnesses.load(name).mounts()      # builds the runtimes
     kind = sandbox.choose(cfg.sandbox) if is_live else "recorded"
     model_dir = boundary.resolve_model(cfg.model, cfg.max_model_len)
-    train_tasks = rollout.load_tasks(cfg.tasks, base, cfg.internet)
+    load_tasks = lambda folder: rollout.load_tasks(folder, base, cfg.internet, cfg.skip_refused)
+    train_tasks = load_tasks(cfg.tasks)
     num_wanted = cfg.tasks_per_step * len(names)            # groups a step, ...
     shares = [len(range(r // cfg.tp, num_wanted, num_engines)) * (r % cfg.tp == 0)      # ... by rank with --carry_over
               for r in range(world)]
@@ -679,7 +681,7 @@ def main(cfg: Config):
     assert num_flying <= len(train_tasks) * len(names), (
         f"--tasks_per_step {cfg.tasks_per_step} --carry_over {cfg.carry_over}: {num_flying} groups at once, and "
         f"{cfg.tasks} has only {len(train_tasks)} tasks")
-    eval_sets = {Path(d).name: rollout.load_tasks(d, base, cfg.internet) for d in cfg.eval_tasks.split(",") if d}
+    eval_sets = {Path(d).name: load_tasks(d) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not is_gpu and world > 1:                            # else each engine binds its threads to the same cores
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

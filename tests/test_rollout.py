@@ -353,6 +353,63 @@ env = { E = "2" }
     assert not load_task(folder, "new", {}, internet="off").env.internet
 
 
+@pytest.mark.parametrize("toml, by_flag", [      # by_flag: --internet refuse, off, on -> has it a network, or what is said
+    ("", {"refuse": False, "off": False, "on": True}),                              # Harbor's default
+    ("[environment]\nallow_internet = false", {"refuse": False, "off": False, "on": False}),
+    ("[environment]\nnetwork_mode = 'public'", {"refuse": "--internet", "off": False, "on": True}),
+    ("[environment]\nnetwork_mode = 'public'\n[agent]\nnetwork_mode = 'no-network'",
+     {"refuse": "[agent] network_mode", "off": False, "on": "[agent] network_mode"}),
+    ("[environment]\nallow_internet = false\n[verifier]\nnetwork_mode = 'public'",
+     {"refuse": "[verifier] network_mode", "off": False, "on": "[verifier] network_mode"}),
+    ("[agent]\nnetwork_mode = 'allowlist'", dict.fromkeys(("refuse", "off", "on"), "'allowlist'")),
+    ("[environment]\nnetwork_mode = 'none'", dict.fromkeys(("refuse", "off", "on"), "'none'"))])
+def test_who_gets_a_network(tmp_path, toml, by_flag):
+    """Would catch an agent with a network that its task denies it, and a task of a public set, which says nothing since
+    it relies on Harbor's default, that never gets any."""
+    folder = make_task(tmp_path / "t", toml=toml)
+    for flag, expected in by_flag.items():
+        if isinstance(expected, str):
+            with pytest.raises(ValueError) as error: load_task(folder, "t", {}, flag)
+            assert expected in str(error.value)
+        else: assert load_task(folder, "t", {}, flag).env.internet == expected
+
+
+@pytest.mark.parametrize("text, told", [
+    ("<!-- a canary GUID 1 -->\n# CANARY 2\n\n# Do it.\nNow.", "# Do it.\nNow."), ("# Do it.\n# canary", "# Do it.\n# canary"),
+    ("Kill the canary.", "Kill the canary."), ("<!-- no bird -->\nx", "<!-- no bird -->\nx")])
+def test_canaries_are_not_instructions(tmp_path, text, told):
+    """Would catch the mark by which task sets find themselves in training data told to the agent, and a text cut."""
+    assert load_task(make_task(tmp_path / "t", instruction=text), "t", {}).instruction == told
+
+
+def test_public_sets_as_they_are(tmp_path, bubblewrap, monkeypatch, capsys):
+    """Would catch what only tasks of others meet: scripts in another language, a guard's reward.txt before the tests'
+    reward.json, a version of the author's own, folders of logs that are taken for granted, a task within a task, one
+    without a solution or that is refused and stops all others, and a nop that is verified before the oracle has found
+    how."""
+    monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
+    root, python = tmp_path / "set", "#!/usr/bin/env python3\n"
+    one = make_task(root / "one", solution="echo mine > /logs/artifacts/mine; touch /home/x; mkdir -p /logs/agent", test=(
+        f"echo 0 {REWARD}; [ -e /home/x ] || exit 1; echo '{{\"reward\": 1}}' > {JSON}"), dockerfile='CMD ["bash"]\nLABEL a="b c"\n')
+    (one / "task.toml").write_text('version = "2.0"\n')
+    (one / "environment/files/task.toml").write_text("name = 'no task'")
+    two = make_task(root / "two")
+    (two / "solution/solve.sh").write_text(python + "open('done', 'w').close()")
+    (two / "tests/test.sh").write_text(python + "import os\nopen('/logs/verifier/reward.txt', 'w').write(str(int(os.path.exists('done'))))")
+    shutil.rmtree(make_task(root / "unsolved") / "solution")
+    make_task(root / "gpu", toml="[environment]\ngpus = 1")
+    make_task(root / "future", toml='schema_version = "2.0"')
+    options = ("--tasks", root, "--harness", "nop,oracle", "--out", tmp_path / "out", "--sandbox", "bubblewrap")
+    with pytest.raises(ValueError) as error: load_tasks(root)
+    assert all(word in str(error.value) for word in ("gpus", "2.0", "2 of 5 tasks are refused; --skip_refused"))
+    status, output, errors = in_process(capsys, *options, "--skip_refused")
+    assert "2 of 5 tasks are left out" in errors and "no solution/solve.sh: set/unsolved" in errors
+    done = {r.id: r for r in map(tree.read, tree.records(tmp_path / "out"))}
+    assert {id: r.reward for id, r in done.items() if "oracle" in id} == {"set/one.oracle.0": 1, "set/two.oracle.0": 1}, output
+    assert done["set/one.nop.0"].reward == 0 and done["set/one.nop.0"].verify == done["set/one.oracle.0"].verify == "compat"
+    assert (tmp_path / "out/set-one.oracle.0.artifacts/logs-artifacts/mine").read_text() == "mine\n"
+
+
 def test_settings_reach_the_sandbox(docker, tmp_path):
     """Would catch a user, variable, folder or artifact that is read and then forgotten."""
     test = f'[ "$V" = v ] && [ "$(stat -c %U s)" = nobody ] && [ "$(id -un)" = daemon ] && echo 1 {REWARD}'
@@ -366,7 +423,7 @@ env = { V = "v" }
 [environment]
 workdir = "/work"
 env = { E = "e" }"""
-    folder = make_task(tmp_path / "t", solution="touch $S; echo $PWD $E > here", toml=toml, test=test,
+    folder = make_task(tmp_path / "t", solution="touch $S /logs/agent/x; echo $PWD $E > here", toml=toml, test=test,
                        dockerfile="RUN mkdir /work && chmod 777 /work && ln -s /etc/passwd /work/link\nUSER daemon\n")
     (folder / "tests/test.sh").write_text(test)            # as in public sets, which find the folder of the reward
     done = Runner(None, docker, "test-set", verify="strict").run(Job(load_task(folder, "t", BASE), "oracle"), tmp_path)

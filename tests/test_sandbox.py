@@ -576,6 +576,22 @@ def test_plain_dockerfile(kind, tmp_path):
         assert output == "/app/sub\n1 x y\nABXAA"
 
 
+def test_a_stand_in_that_was_made_anew_is_another_image(tmp_path):
+    """Catches: an image that is not built again although what stands in for its base has changed; and what a build's
+    refusal says: it read as an image that cannot be pulled."""
+    needs("docker")
+    stand_in = {"debian:bookworm-slim": "harness-rl/test-stand-in"}
+    folder = task(tmp_path / "t", "FROM debian:bookworm-slim\nRUN cat /made\n")
+    try:
+        for i in range(2):
+            build = task(tmp_path / f"base{i}", f"FROM debian:bookworm-slim\nRUN echo {i} > /made\n")
+            sandbox._client().api.tag(sandbox.image(environment(build, BASE))["Id"], "harness-rl/test-stand-in")
+            with make("docker", environment(folder, stand_in)) as box: assert sh(box, "cat /made").output == f"{i}\n"
+    finally: sandbox._client().api.remove_image("harness-rl/test-stand-in", force=True)
+    (folder / "environment/Dockerfile").write_text("FROM debian:bookworm-slim\nRUN cat <<END\nHELLO\nEND\n")
+    with pytest.raises(SandboxError, match="image build failed.*HELLO"): sandbox.image(environment(folder, BASE))
+
+
 def test_a_copy_into_a_folder_of_the_image(tmp_path):
     """Catches: a folder of the image that a file of another name replaces, with all that it held."""
     needs("docker")
