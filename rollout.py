@@ -30,17 +30,18 @@ Outcomes, and what becomes of the reward:
     no_calls       the harness never reached the model               none, and a warning
     stale          it outlived `train.py --max_staleness`            none
 Tasks are in Harbor's format: instruction.md, task.toml (both schemas), environment/Dockerfile or docker_image,
-tests/test.sh -> /logs/verifier/reward.json (numbers by name) or, without one or a `reward` in it, reward.txt (a
-number), solution/solve.sh. A task that says nothing of internet access has it with --internet on alone, though Harbor's
-default is the opposite; other defaults of ours are 10 minutes for agent and verifier, 1 CPU, 2 GB of memory, 10 GB of
-disk. Refused by name: compose files, GPUs, Windows, MCP servers, health checks, several steps, sandboxes of the
-verifier's own, lists of allowed hosts, a network for one stage alone.
-In reward.json "call_N" is, for as many N as wanted, what call N is paid beside the rollout's reward (`train.py
---call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too: for the verifier
-/logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that there is not or a
-value that is no finite number is a verifier_error. Overlong rollouts are paid for no call; oracle and nop have none."""
+tests/test.sh -> /logs/verifier/reward.txt (a number) or reward.json (numbers by name; of both the one written last that
+has a reward), solution/solve.sh. A task that says nothing of internet access has it with --internet on alone, though
+Harbor's default is the opposite; other defaults of ours are 10 minutes for agent and verifier, 1 CPU, 2 GB of memory,
+10 GB of disk. Refused by name: compose files, GPUs, Windows, MCP servers, health checks, several steps, sandboxes of
+the verifier's own, lists of allowed hosts, a network for one stage alone.
+In reward.json "call_N" is, for as many N as wanted, what call N is paid beside the rollout's reward, which is there,
+too (`train.py --call_rewards`), others 0. N is the call's id, from 0 in order of arrival, aborted and side calls too:
+for the verifier /logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that
+there is not or a value that is no finite number is a verifier_error. Overlong rollouts are paid for no call; oracle and
+nop have none."""
 import argparse, concurrent.futures, contextlib, functools, hashlib, json, math, multiprocessing, os, re, shlex, \
-    signal, sys, tempfile, threading, time, tomllib, traceback, uuid
+    shutil, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
@@ -57,7 +58,6 @@ SPENT_S = 10                            # how long a harness may go on when its 
 VERIFY = ("strict", "compat", "history")
 DEFENCES = ("git", "tools", "links", "tamper")
 OUT_OF_TIME = "ran out of time"         # a verifier, in its rollout's detail
-ARTIFACTS = "/logs/artifacts"           # kept of every task
 CANARY = re.compile(r"(?i)\A(?:\s*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*(?:\n|\Z))+")      # Harbor leaves it out, too
 MAX_REWARD = 1e15                       # float32 must hold the squares of sums
 
@@ -172,7 +172,8 @@ def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task
             ("docker_image", lambda x: isinstance(x, str), "an image's name is needed")):
         if key in box and not is_right(box[key]): toml.wrong(f"[environment] {key} = {box[key]!r}", needs)
     allowed = "public" if box.get("allow_internet", internet == "on") else "no-network"     # Harbor's default is on
-    asked = box.get("network_mode", allowed)
+    modes = [toml[x]["network_mode"] for x in ("environment", "agent", "verifier") if "network_mode" in toml[x]]
+    asked = modes[0] if modes and "allow_internet" not in box else box.get("network_mode", allowed)
     for section in ("environment", "agent", "verifier"):
         mode = toml[section].get("network_mode", asked)
         if mode not in ("public", "no-network") or mode != asked and internet != "off":
@@ -213,7 +214,7 @@ def load_tasks(root: str, base_images: dict = {}, internet="refuse", skip_refuse
     tasks, refused = [], []
     for p in paths:
         try: tasks.append(load_task(p, str(Path(root.resolve().name) / p.relative_to(root)), base_images, internet))
-        except (ValueError, FileNotFoundError) as e: refused.append(str(e))
+        except (ValueError, FileNotFoundError) as e: refused.append(str(e) if str(p) in str(e) else f"task {p}: {e}")
     if refused and not (skip_refused and tasks):
         more = f"{len(refused)} of {len(paths)} tasks are refused; --skip_refused goes on without them"
         raise ValueError("\n".join([*refused, more] if len(paths) > 1 else refused))
@@ -249,8 +250,13 @@ def record_path(out: Path, job: Job) -> Path:
 
 # What the agent may have put where the verifier reads or writes.
 CLEAN = """for d in /tests /solution /logs; do
-    [ ! -L $d ] || rm $d; chmod -R u+rwX $d; find $d -mindepth 1 -delete; done
-mkdir -p /logs/verifier; chmod 777 /logs/verifier"""
+    [ -d $d ] && [ ! -L $d ] || rm -f $d; chmod -R u+rwX $d; find $d -mindepth 1 -delete; done
+mkdir -p /tests /solution /logs/verifier /logs/agent /logs/artifacts; chmod 777 /logs/*"""
+
+# Of two files with a reward the later counts: guards write 0 to reward.txt and the tests then reward.json; and code of
+# the agent's that tests import writes one first and they the other. A time to come is made up. Status 0: reward.txt.
+LATER = """cd /logs/verifier; rm -f .now; touch .now
+[ reward.txt -nt reward.json ] || [ reward.json -nt .now ]"""
 
 
 class Runner:
@@ -378,10 +384,15 @@ class Runner:
             box.freeze()                                    # from here on nothing that the agent started runs
             if "tamper" not in self.off and (paths := box.changed()):
                 more["tamper"] = {"num": len(paths), "paths": paths[:20]}
-            for path in (*task.artifacts, ARTIFACTS):
+            shutil.rmtree(log.with_suffix(".artifacts"), ignore_errors=True)
+            for path in task.artifacts:
                 kept = log.with_suffix(".artifacts") / path.strip("/").replace("/", "-")
                 kept.parent.mkdir(exist_ok=True)
-                with contextlib.suppress(FileNotFoundError, ValueError): box.get(path, kept)
+                try: box.get(path, kept)
+                except FileNotFoundError: pass
+                except ValueError as e:                     # too large, or what must not reach the host
+                    more.setdefault("artifacts", []).append(str(e))
+                    shutil.rmtree(kept) if kept.is_dir() else kept.unlink(missing_ok=True)
             fresh, problem = self.verifier(job, box, mode, stack, more)
             if problem:
                 problem = f"the workspace cannot be carried over: {problem}"
@@ -435,7 +446,10 @@ class Runner:
     def verifier(self, job: Job, box, mode: str, stack, more: dict) -> tuple:
         """-> (the sandbox to verify in, None), and the agent's is removed; or (_, what the agent did against it)."""
         env = None if mode == "strict" else stack.enter_context(box.snapshot(is_last=True))
-        fresh = stack.enter_context(self.make(job, "verify", env))
+        try: fresh = stack.enter_context(self.make(job, "verify", env))
+        except sandbox.SandboxError as e:
+            if mode == "strict" or not sandbox.IN_THE_WAY.search(str(e)): raise
+            return None, e                                  # of the agent's, where the workspace was
         if mode == "strict":
             try: left_out = box.carry(fresh.workdir, fresh, self.off)
             except (FileNotFoundError, ValueError) as e: return fresh, e
@@ -553,18 +567,20 @@ def parse_reward(text: str, is_json: bool, weights: dict | None) -> tuple:
 def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
     """-> (reward, the calls' rewards by id or None, {name: reward}, None) or (None, None, {}, what is wrong)"""
     with tempfile.TemporaryDirectory() as tmp:
-        problem = None
-        for name in ("reward.json", "reward.txt"):          # guards write 0 to the one first, tests then to the other
-            file = Path(tmp) / name
-            try: box.get(f"/logs/verifier/{name}", file)
-            except (FileNotFoundError, ValueError): continue
-            if not file.is_file(): continue                 # a folder
+        problem, files = None, [Path(tmp) / name for name in ("reward.json", "reward.txt")]
+        for file in files:
+            with contextlib.suppress(FileNotFoundError, ValueError): box.get(f"/logs/verifier/{file.name}", file)
+        files = [file for file in files if file.is_file()]  # no folder
+        if len(files) > 1 and not box.exec(["sh", "-c", LATER], user="root", timeout_s=60).exit_code: files.reverse()
+        for file in files:
+            name = file.name
             text = file.read_text(errors="replace")[:100_000]
             needs = f"a number within ±{MAX_REWARD:g} is needed"
             try: reward, named = parse_reward(text, name == "reward.json", weights)
-            except KeyError as e:                           # it tells other things, unless there is no reward.txt
+            except KeyError as e:                           # it may tell other things, and reward.txt the reward
                 problem = (f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; there is no {e}, name what counts: "
                            "--reward_weights NAME=WEIGHT,...")
+                if weights: break
                 continue
             except (ValueError, TypeError, AttributeError, OverflowError): reward = math.nan
             if not abs(reward) < MAX_REWARD:
@@ -747,7 +763,7 @@ def parse(argv=None):
     p.add_argument("--verify", choices=("auto", *VERIFY), default="auto", help="auto: see the file's beginning")
     p.add_argument("--off", default="", help=f"defences to leave out, with commas: {', '.join(DEFENCES)}")
     p.add_argument("--internet", choices=("refuse", "off", "on"), default="refuse",
-                   help="for tasks that ask for internet access")
+                   help="for tasks that ask for internet access; on: also for those that say nothing of it")
     p.add_argument("--skip_refused", action="store_true", help="go on without the tasks that are refused")
     p.add_argument("--reward_weights", default="", metavar="NAME=WEIGHT,...", help="of several rewards")
     p.add_argument("--temperature", type=float, default=1.0, help="of sampling (default %(default)s)")
@@ -792,11 +808,12 @@ def make_jobs(tasks, names, n, script=None) -> list:
         if demonstrate is None: raise ValueError(f"--harness {name}: it has no demonstrations; give --script a file")
         return demonstrate(task.solution())
     is_solved = lambda t: (t.path / "solution/solve.sh").is_file()
-    if "oracle" in names and (bad := [t.id for t in tasks if not is_solved(t)]):
-        if len(bad) == len(tasks): raise FileNotFoundError(f"no task has a solution/solve.sh, which the oracle needs")
-        print(f"warning: not run by the oracle, as there is no solution/solve.sh: {', '.join(bad)}", file=sys.stderr)
+    needs_one = lambda h: h == "oracle" or h != "nop" and script == "solution"
+    if any(map(needs_one, names)) and (bad := [t.id for t in tasks if not is_solved(t)]):
+        if len(bad) == len(tasks): raise FileNotFoundError("no task has a solution/solve.sh, which is to be run")
+        print(f"warning: left out, as they have no solution/solve.sh: {', '.join(bad)}", file=sys.stderr)
     return [Job(t, h, i, texts(t, h)) for t in tasks for h in names for i in range(n)
-            if h != "oracle" or is_solved(t)]
+            if not needs_one(h) or is_solved(t)]
 
 
 def prebuild(tasks: list, num_parallel: int) -> int:
@@ -840,8 +857,9 @@ def main(args):
                         temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
                         max_rollout_tokens=args.max_rollout_tokens, openclaw_stable=args.openclaw_stable)
         rollouts = []                                       # the oracle first: it finds how the others are verified
-        for _, part in groupby(jobs, key=lambda job: job.harness == "oracle"):
-            rollouts += runner.run_all(list(part), Path(args.out), f"{args.harness} in {kind}")
+        for is_oracle, part in groupby(jobs, key=lambda job: job.harness == "oracle"):
+            what = "oracle" if is_oracle else ",".join(n for n in names if n != "oracle")
+            rollouts += runner.run_all(list(part), Path(args.out), f"{what} in {kind}")
     finally:
         if proxy is not None: proxy.close()
         sandbox.reap(run_id)

@@ -43,6 +43,7 @@ TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
 LOG_BYTES = 10 << 20    # output of an exec that its log file keeps
 GET_BYTES = 1 << 30     # largest archive that leaves a sandbox
 GET_FILES = 200_000     # most files and folders in one
+IN_THE_WAY = re.compile("not a directory|too many (links|levels)")      # a file or link in a folder's place
 DISK_RESERVE_MB = 256   # of the host: less, and every sandbox fails
 OPEN_FILES = 4096       # a process
 SOCKET = "/run/model.sock"
@@ -86,8 +87,9 @@ PLAIN = re.compile(r"(?i)(FROM|WORKDIR)\s+[^\s$'\"-][^\s$'\"]*|COPY\s+(?=[^\s\[-
 
 
 def environment(task_dir, base_images=None, docker_image=None):
-    """Read a task's environment/Dockerfile. One of FROM, WORKDIR, COPY and ENV lines alone is applied at start, any
-    other is built, by Docker only. `docker_image`: the ready image that task.toml names instead."""
+    """Read a task's environment/Dockerfile. One of FROM, WORKDIR, COPY and ENV lines alone (and of CMD, LABEL, EXPOSE,
+    which do nothing here) is applied at start, any other is built, by Docker only. `docker_image`: the ready image that
+    task.toml names instead."""
     folder, base_images = Path(task_dir) / "environment", base_images or {}
     env = Environment("", base_images=base_images, task=Path(task_dir).name)
     if docker_image:
@@ -326,16 +328,22 @@ class Sandbox:
     def get(self, inside, host):
         """Copy a file to the path `host`, or a folder's contents into the folder `host`. Raises FileNotFoundError;
         ValueError for symbolic links, devices and more than GET_BYTES: they must not reach the host."""
+        written, num_bytes = {}, 0      # tarfile looks a hard link's file up among all members
         with _faults(f"get from {self.name}"), self._get(inside) as archive, tarfile.open(fileobj=archive) as tar:
             for member in _members(tar, f"{inside} in {self.name}"):
                 path = Path(host, *Path(member.name).parts[1:])   # the first is the name of `inside` itself
-                is_file = member.isreg() or member.islnk()        # a hard link: its content once more
+                linked = written.get(member.linkname) if member.islnk() else None       # its content once more
+                is_file = member.isreg() or linked is not None
+                num_bytes += linked.stat().st_size if linked else member.size
                 if (not (is_file or member.isdir()) or ".." in path.parts[len(Path(host).parts):]
-                        or len(os.fsencode(path)) > 4000):
+                        or len(os.fsencode(path)) > 4000 or num_bytes > GET_BYTES):
                     raise ValueError(f"{inside} in {self.name} is not copied to the host: {member.name[:200]} is a "
-                                     "link or device, or too deep")
+                                     f"link or device, too deep, or the end of more than {GET_BYTES >> 20} MB")
                 if is_file:
-                    with open(path, "wb") as file: shutil.copyfileobj(tar.extractfile(member), file)
+                    if linked: shutil.copyfile(linked, path)
+                    else:
+                        with open(path, "wb") as file: shutil.copyfileobj(tar.extractfile(member), file)
+                    written[member.name] = path
                     path.chmod(0o644 | member.mode & 0o111)
                 else:
                     path.mkdir(parents=True, exist_ok=True)
@@ -616,7 +624,8 @@ class Docker(Sandbox):
     def _get(self, inside):
         try:
             chunks, _ = _client().api.get_archive(self.container, inside)
-        except docker.errors.NotFound as error:
+        except docker.errors.APIError as error:
+            if not (isinstance(error, docker.errors.NotFound) or IN_THE_WAY.search(str(error))): raise
             _client().api.inspect_container(self.container)   # where all of it is gone, that is a fault of ours
             raise FileNotFoundError(f"{inside} is not there in {self.name}") from error
         return _spool(chunks, f"{inside} in {self.name}")
@@ -692,8 +701,8 @@ def image(env):
         except docker.errors.APIError as error:
             if context:
                 raise SandboxError(f"task {env.task}: image build failed: {error.explanation} (the daemon's own "
-                                   "builder knows no here-documents, --mount or --chmod: build the image by hand and "
-                                   "name it in docker_image)") from error
+                                   "builder knows no here-documents, --mount or --chmod; docker_image can name one "
+                                   "that is built by hand)") from error
             raise SandboxError(
                 f"task {env.task}: image {env.base} is not here and cannot be pulled; name a local image instead "
                 f"(--base_image {env.base}=harness-rl/base, made by: bash tasks/base_image.sh): {error.explanation}"

@@ -389,9 +389,10 @@ def test_public_sets_as_they_are(tmp_path, bubblewrap, monkeypatch, capsys):
     how."""
     monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
     root, python = tmp_path / "set", "#!/usr/bin/env python3\n"
-    one = make_task(root / "one", solution="echo mine > /logs/artifacts/mine; touch /home/x; mkdir -p /logs/agent", test=(
-        f"echo 0 {REWARD}; [ -e /home/x ] || exit 1; echo '{{\"reward\": 1}}' > {JSON}"), dockerfile='CMD ["bash"]\nLABEL a="b c"\n')
-    (one / "task.toml").write_text('version = "2.0"\n')
+    one = make_task(root / "one", toml='artifacts = ["/logs/artifacts"]', solution=(
+        "echo mine > /logs/artifacts/mine; touch /home/x /logs/agent/x && touch done"), test=(
+        f"[ -d /logs/artifacts ] && [ -e done ] || exit 1; echo 0 {REWARD}; [ -e /home/x ] || exit 1; echo '{{\"reward\": 1}}' > {JSON}"), dockerfile='CMD ["bash"]\nLABEL a="b c"\n')
+    (one / "task.toml").write_text((one / "task.toml").read_text().replace("1.0", "2.0"))
     (one / "environment/files/task.toml").write_text("name = 'no task'")
     two = make_task(root / "two")
     (two / "solution/solve.sh").write_text(python + "open('done', 'w').close()")
@@ -406,8 +407,43 @@ def test_public_sets_as_they_are(tmp_path, bubblewrap, monkeypatch, capsys):
     assert "2 of 5 tasks are left out" in errors and "no solution/solve.sh: set/unsolved" in errors
     done = {r.id: r for r in map(tree.read, tree.records(tmp_path / "out"))}
     assert {id: r.reward for id, r in done.items() if "oracle" in id} == {"set/one.oracle.0": 1, "set/two.oracle.0": 1}, output
-    assert done["set/one.nop.0"].reward == 0 and done["set/one.nop.0"].verify == done["set/one.oracle.0"].verify == "compat"
+    assert done["set/one.nop.0"].verify == done["set/one.oracle.0"].verify == "compat"
     assert (tmp_path / "out/set-one.oracle.0.artifacts/logs-artifacts/mine").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("test, reward", [
+    (f"echo 0 {REWARD}; echo '{{\"reward\": 1}}' > {JSON}", 1),                       # a guard, then the tests
+    (f"echo '{{\"reward\": 1}}' > {JSON}; sleep 0.05; echo 0 {REWARD}", 0),                       # the agent's code, then the tests
+    (f"echo '{{\"reward\": 1}}' > {JSON}; touch -d 2100-01-01 {JSON}; echo 0 {REWARD}", 0),
+    (f"echo 1 {REWARD}; echo '{{\"seconds\": 9}}' > {JSON}", 1)])
+def test_the_reward_that_was_written_last_counts(run, test, reward):
+    """Would catch a guard's 0 that pays for ever, and a reward.json by what the tests import that beats their own 0."""
+    assert run(test=test).reward == reward
+
+
+def test_artifacts_are_bounded(tmp_path, bubblewrap, monkeypatch):
+    """Would catch an agent that fills the host's disk by a thousand names of one file, artifacts of an earlier mode or
+    run beside those of this one, and half of what was refused."""
+    monkeypatch.setattr(sandbox, "GET_BYTES", 4 << 20)
+    folder = make_task(tmp_path / "t", toml='artifacts = ["/app/big", "/app/small"]', solution=(
+        "mkdir big small; truncate -s 1M big/a; for i in 1 2 3 4 5; do ln big/a big/$i; done; echo 1 > small/a; ln small/a small/b"))
+    out = tmp_path / "out/t.oracle.0.artifacts"
+    out.mkdir(parents=True)
+    (out / "old").touch()
+    done = Runner(None, bubblewrap, "test-artifacts", verify="compat").run(Job(load_task(folder, "t", BASE), "oracle"), out.parent)
+    assert done.reward == 1 and [p.name for p in out.iterdir()] == ["app-small"] and "more than 4 MB" in str(done.more["artifacts"])
+    assert {p.name: p.read_text() for p in (out / "app-small").iterdir()} == {"a": "1\n", "b": "1\n"}
+
+
+@pytest.mark.parametrize("mode", ["strict", "compat"])
+@pytest.mark.parametrize("agent", ["rm -rf /logs; : > /logs", "rm -rf /tests; : > /tests", "rm -rf /logs; ln -s logs /logs",
+                                   "rm -rf /srv; : > /srv", "rm -rf /srv; ln -s srv /srv"])
+def test_a_file_in_a_folder_s_place_is_reward_0(tmp_path, docker, mode, agent):
+    """Would catch an agent that turns a reward of 0 into none: the daemon answers such paths with a fault of its own."""
+    folder = make_task(tmp_path / "t", solution=agent, toml='artifacts = ["/logs/artifacts"]', test=f"echo 0 {REWARD}")
+    (folder / "environment/Dockerfile").write_text("FROM debian:bookworm-slim\nWORKDIR /srv/app\nCOPY files/ /srv/app/\n")
+    done = Runner(None, docker, "test-places", verify=mode).run(Job(load_task(folder, "t", BASE), "oracle"), tmp_path)
+    assert done.reward == 0, done
 
 
 def test_settings_reach_the_sandbox(docker, tmp_path):
@@ -423,7 +459,7 @@ env = { V = "v" }
 [environment]
 workdir = "/work"
 env = { E = "e" }"""
-    folder = make_task(tmp_path / "t", solution="touch $S /logs/agent/x; echo $PWD $E > here", toml=toml, test=test,
+    folder = make_task(tmp_path / "t", solution="touch $S /logs/agent/x && echo $PWD $E > here", toml=toml, test=test,
                        dockerfile="RUN mkdir /work && chmod 777 /work && ln -s /etc/passwd /work/link\nUSER daemon\n")
     (folder / "tests/test.sh").write_text(test)            # as in public sets, which find the folder of the reward
     done = Runner(None, docker, "test-set", verify="strict").run(Job(load_task(folder, "t", BASE), "oracle"), tmp_path)
