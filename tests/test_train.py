@@ -738,7 +738,7 @@ def test_a_full_disk_is_an_error(tmp_path):
     """Would catch what torch raises over a state that it cannot write or read: no Exception, so that no handler ends
     the engine's threads, and many lines of stack in the place of the folder and the reason."""
     limits, tensors = resource.getrlimit(resource.RLIMIT_FSIZE), {"x": torch.zeros(10**4)}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(OSError, match="full: rank 0: .*too large"), loop.state_in(tmp_path / "full"):
             dcp.save(tensors, checkpoint_id=tmp_path / "full")
