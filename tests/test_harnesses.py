@@ -285,7 +285,7 @@ def test_a_real_engine(name, sampling, roomy, bubblewrap, tmp_path):
     encode = lambda text: sampling.tokenizer.encode(text, add_special_tokens=False)
     ids = [i for c in "I look first." for i in encode(c)] + encode("\n" + shell(name)("cat here.txt; echo two"))
     ids += [sampling.tokenizer.eos_token_id]
-    first = tree.Call(0, "main", None, [], Anything(), ids, [math.nan] * len(ids), "stop", versions=[[0, len(ids)]])
+    first = tree.Call(0, "main", None, Anything(), [], ids, [math.nan] * len(ids), "stop", versions=[[0, len(ids)]])
     record = play(sampling, bubblewrap, name, tmp_path, max_tokens=48, max_calls=4, replay=[first])
     (given, *live), t = record.calls, tree.build(record)
     assert list(given.sampled_ids) == ids and live and all(c.finish in ("stop", "length") for c in live), record
