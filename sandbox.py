@@ -955,7 +955,12 @@ class Bubblewrap(Sandbox):
 
     def _put(self, copies, folders=()):
         self._mount(_folders(copies))
-        super()._put(copies, folders)
+        for parent, name in map(posixpath.split, folders):
+            path = self.mounts[parent] / name
+            path.mkdir()
+            path.chmod(0o777)
+            os.chown(path, self.uid, -1)
+        super()._put(copies)
 
     def _tar(self, inside, words, **pipes):
         """(exit code, output) of tar, run inside as the user there: a link made there leads nowhere on the host."""

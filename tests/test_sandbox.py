@@ -602,7 +602,7 @@ def test_a_copy_into_a_folder_of_the_image(tmp_path):
 
 @pytest.mark.parametrize("line", ["RUN true", "COPY --chown=1 a /a", "COPY *.txt /a", "COPY $A /a", "ENV A=$B",
                                   "ENV A b", "FROM b", "COPY <<E /a", "WORKDIR $X", 'WORKDIR "/a"', 'COPY ["a", "/a"]', "ADD a /a",
-                                  "USER x", 'CMD ["x"]'])
+                                  "USER x", 'ENTRYPOINT ["x"]'])
 def test_lines_that_need_a_build(tmp_path, line):
     """Catches: a line that is silently skipped or misread instead of built; a refusal that does not say why."""
     env = environment(task(tmp_path / "t", f"FROM debian:bookworm-slim\nWORKDIR /w\n{line}\n", a="x"), BASE)
