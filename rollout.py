@@ -256,7 +256,7 @@ mkdir -p /tests /solution /logs/verifier /logs/agent /logs/artifacts; chmod 777 
 # Of two files with a reward the later counts: guards write 0 to reward.txt and the tests then reward.json; and code of
 # the agent's that tests import writes one first and they the other. A time to come is made up. Status 0: reward.txt.
 LATER = """cd /logs/verifier; rm -f .now; touch .now
-[ reward.txt -nt reward.json ] || [ reward.json -nt .now ]"""
+[ ! reward.txt -nt .now ] && { [ reward.txt -nt reward.json ] || [ reward.json -nt .now ]; }"""
 
 
 class Runner:

@@ -415,6 +415,7 @@ def test_public_sets_as_they_are(tmp_path, bubblewrap, monkeypatch, capsys):
     (f"echo 0 {REWARD}; echo '{{\"reward\": 1}}' > {JSON}", 1),                       # a guard, then the tests
     (f"echo '{{\"reward\": 1}}' > {JSON}; sleep 0.05; echo 0 {REWARD}", 0),                       # the agent's code, then the tests
     (f"echo '{{\"reward\": 1}}' > {JSON}; touch -d 2100-01-01 {JSON}; echo 0 {REWARD}", 0),
+    (f"echo 1 {REWARD}; touch -d 2100-01-01 /logs/verifier/reward.txt; echo '{{\"reward\": 0}}' > {JSON}", 0),
     (f"echo 1 {REWARD}; echo '{{\"seconds\": 9}}' > {JSON}", 1)])
 def test_the_reward_that_was_written_last_counts(run, test, reward):
     """Would catch a guard's 0 that pays for ever, and a reward.json by what the tests import that beats their own 0."""
