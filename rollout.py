@@ -254,7 +254,8 @@ CLEAN = """for d in /tests /solution /logs; do
 mkdir -p /tests /solution /logs/verifier /logs/agent /logs/artifacts; chmod 777 /logs/*"""
 
 # Of two files with a reward the later counts: guards write 0 to reward.txt and the tests then reward.json; and code of
-# the agent's that tests import writes one first and they the other. A time to come is made up. Status 0: reward.txt.
+# the agent's that tests import writes one first and they the other. A time to come is made up. Status 1: reward.json;
+# any other, as where processes that are left fill the limit: reward.txt.
 LATER = """cd /logs/verifier; rm -f .now; touch .now
 [ ! reward.txt -nt .now ] && { [ reward.txt -nt reward.json ] || [ reward.json -nt .now ]; }"""
 
@@ -571,7 +572,7 @@ def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
         for file in files:
             with contextlib.suppress(FileNotFoundError, ValueError): box.get(f"/logs/verifier/{file.name}", file)
         files = [file for file in files if file.is_file()]  # no folder
-        if len(files) > 1 and not box.exec(["sh", "-c", LATER], user="root", timeout_s=60).exit_code: files.reverse()
+        if len(files) > 1 and box.exec(["sh", "-c", LATER], user="root", timeout_s=60).exit_code != 1: files.reverse()
         for file in files:
             name = file.name
             text = file.read_text(errors="replace")[:100_000]
