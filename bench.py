@@ -14,15 +14,16 @@ runs: pass rates by eval set, harness and moment (bare; cold: after the cold sta
 tree: 200 calls up to 100k context. linear: each call extends the last; forking: the last 500 tokens of each prompt are
     new. tokens: of prompt and reply, summed over the calls. tokens_per_s: tree.read + tree.build of the record;
     encode_s: tree.call_line of all calls.
-packing: `shapes` with token counts times --scale; forward and backward. CPU: float32, 1 of SmolLM2's 30 layers and 1/30
-    of its vocabulary, so that the head keeps its share. GPU: bfloat16, Qwen3 with Qwen2.5-0.5B's sizes and random
-    weights, checkpointed. flat: each path its own sequence, same code (GPU: FlexAttention too). ideal = time of all but
-    attention x unique / flat tokens + time of attention x visible pairs of tree / flat, both from flat (all but
-    attention: the values in attention's place; queries and keys still cost theirs). The head works on scored tokens,
-    as many packed as flat: where it or launching kernels takes long, ideal cannot be reached. memory_ratio: peak above
-    the idle process (GPU: above weights and gradients), per token, packed over flat. per_call: each call its own
-    sequence. tokens_per_s: unique ones, packed. mfu: 6 x weights x tokens (head: scored ones) + 12 x layers x heads x
-    head size x visible pairs, recomputation not counted, over an H200's 989 TFLOP/s.
+packing: `shapes` with token counts times --scale; forward and backward. CPU: float32, 1 of SmolLM2's 30 layers and
+    1/30 of its vocabulary, so that the head keeps its share, its chunks scaled like the tokens. GPU: bfloat16, Qwen3
+    with Qwen2.5-0.5B's sizes and random weights, checkpointed. flat: each path its own sequence, same code (GPU:
+    FlexAttention too). ideal = time of all but attention x unique / flat tokens + time of attention x visible pairs
+    of tree / flat, both from flat (all but attention: the values in attention's place; queries and keys still cost
+    theirs). The head works on scored tokens, as many packed as flat: where it or launching kernels takes long, ideal
+    cannot be reached. memory_ratio: peak above the idle process (GPU: above weights and gradients), per token, packed
+    over flat. per_call: each call its own sequence. tokens_per_s: unique ones, packed. mfu: 6 x weights x tokens
+    (head: scored ones) + 12 x layers x heads x head size x visible pairs, recomputation not counted, over an H200's
+    989 TFLOP/s.
 sandbox: start_s: start, a `true` and removal of a sandbox less `docker run --rm` or `bwrap` of it; rollouts_ratio:
     rollouts of nop a second through rollout.Runner over bare pairs of the same commands (`true`, tests/test.sh), as
     many at once; leaked: left at the end.
@@ -189,11 +190,13 @@ def shapes(scale: float, vocab: int) -> dict:               # name -> rollouts, 
 
 def peak_bytes(work, *args) -> int:                       # the most that work(*args) takes beyond what was there before
     size = lambda key: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
-    if IS_GPU: torch.cuda.reset_peak_memory_stats()
+    libc, mmap_threshold = ctypes.CDLL(None), -3            # glibc's mallopt: tensors that it keeps in its heap leave
+    if IS_GPU: torch.cuda.reset_peak_memory_stats()         # holes, up to half of what they take
     else:                                                   # the process's peak starts anew
-        ctypes.CDLL(None).malloc_trim(0), Path("/proc/self/clear_refs").write_text("5")
+        libc.mallopt(mmap_threshold, 1 << 16), libc.malloc_trim(0), Path("/proc/self/clear_refs").write_text("5")
     before = torch.cuda.memory_allocated() if IS_GPU else size("VmRSS")
     work(*args)
+    if not IS_GPU: libc.mallopt(mmap_threshold, 1 << 25)    # the most that glibc would have raised it to
     return (torch.cuda.max_memory_allocated() if IS_GPU else size("VmHWM")) - before
 
 
@@ -215,7 +218,8 @@ def bench_packing(args) -> dict:
 
     def go(paths, scored, share, attention=attend):
         tree.attend = attention
-        tree.logprobs(model, tree.pack(paths, scored, share).to(model.device)).sum().backward()
+        forest = tree.pack(paths, scored, share).to(model.device)
+        tree.logprobs(model, forest, chunk=max(1, round(1024 * scale))).sum().backward()
         tree.attend = attend
         model.zero_grad(set_to_none=False)
     cost = lambda *a: timed(go, *a, clock=time.perf_counter if IS_GPU else time.process_time)[0]
@@ -229,7 +233,7 @@ def bench_packing(args) -> dict:
         flops = (6 * (in_layers * len(packed.ids) + vocab * config.hidden_size * len(packed.src))
                  + 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * num_pairs)
         go(*both, True)                                     # warm-up; gradients are there from now on
-        for _ in range(3):
+        for _ in range(5):
             flat_s, rest_s, packed_s = cost(*both, False), cost(*both, False, values), cost(*both, True)
             times.append({"ideal_over_time": (rest_s * tokens + (flat_s - rest_s) * pairs) / packed_s,
                           "flat_over_packed": flat_s / packed_s, "tokens_per_s": len(packed.ids) / packed_s,

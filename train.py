@@ -567,7 +567,9 @@ def weights_of(model) -> list:
     return [(name, p) for name, p in model.state_dict().items() if name not in left_out]
 
 
-def full(p): return p.full_tensor() if hasattr(p, "full_tensor") else p            # gathered from its shards
+def full(p):                                                # gathered from its shards; a single one is not copied
+    if not hasattr(p, "full_tensor"): return p
+    return p.to_local() if p.device_mesh.size() == 1 else p.full_tensor()
 
 
 BUCKET_BYTES = 2**30                     # of weights in a hand-over: what a GPU holds twice, if no tensor is larger

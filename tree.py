@@ -423,11 +423,11 @@ class TreeAttention(torch.autograd.Function):
         ctx.parts += [(slice(e, l), slice(s, e), False) for s, e, l in nodes if l > e]
         for a, b, causal in ctx.parts:
             o, m = cpu_forward(q[:, :, a], k[:, :, b], v[:, :, b], 0., causal, scale=scale)
-            if not causal:
-                both = torch.logaddexp(lse[:, :, a], m)
-                o = out[:, :, a] * (lse[:, :, a] - both).exp()[..., None] + o * (m - both).exp()[..., None]
-                m = both
-            out[:, :, a], lse[:, :, a] = o, m
+            if causal: out[:, :, a], lse[:, :, a] = o, m
+            else:                                           # in place: `below` may be nearly all rows
+                below, both = out[:, :, a], torch.logaddexp(lse[:, :, a], m)
+                below.mul_((lse[:, :, a] - both).exp()[..., None]).addcmul_(o, (m - both).exp()[..., None])
+                lse[:, :, a] = both
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
