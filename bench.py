@@ -39,7 +39,8 @@ proxy: chat completions over unix sockets, by clients and prompt length: through
 graft: CPU time. session_growth: of a call (graft, record) of a session that grows to 120k tokens, the last 20 of 200
     over calls 21 to 40; text_growth: to compare a turn of 40,000 repeated marks, over 4 x that of 10,000 (1 = linear).
 weights: SmolLM2 sharded by FSDP2 on one rank into the engine, as train.py hands it over. over_copy: its time over that
-    of a plain copy of the same bytes.
+    of a plain copy of the same bytes; gather_over_copy: of what the trainer does of it, float32 weights into the
+    memory that the engine opens; the rest is vLLM's, which loads and packs them.
 carry: --num (0 = 8) steps of 4 groups of 4 scripted rollouts through the `bash` harness, and an update of 1 s after
     each; 1 rollout of 16, by chance, runs a command of 8 s times --scale, the others one of 0.5 s. ratio: seconds a
     trained group, with train.py's --carry_over 0.5 (6 groups in flight) over those without; the last step waits for
@@ -291,7 +292,7 @@ def bench_sandbox(args) -> dict:
 
 def make_engine(model: str, max_model_len: int):
     import proxy as boundary
-    extra = ["--dtype", "bfloat16", *["--block-size", "32", "--max-num-seqs", "64"] * (not IS_GPU)]     # as train.py
+    extra = [] if IS_GPU else ["--block-size", "32", "--max-num-seqs", "64"]        # as train.py
     return boundary.Proxy(boundary.resolve_model(model, max_model_len), max_model_len=max_model_len, engine_args=extra)
 
 
@@ -452,12 +453,15 @@ def bench_weights(args) -> dict:
     with make_engine("smollm2", 1024) as proxy:
         model = AutoModelForCausalLM.from_pretrained(proxy.args[1], dtype=torch.float32).to(device)
         for layer in [*model.model.layers, model]: fully_shard(layer)
-        hand_over = lambda: train.hand_over(proxy, 0, model, memory, torch.bfloat16, device)
-        hand_over()
+        dtype = getattr(torch, tree.native_dtype())
+        hand_over = lambda to: train.hand_over(to, 0, model, memory, dtype, device)
+        hand_over(proxy)
         plain = memory[0].clone()
-        times = [(timed(hand_over)[0], timed(lambda: plain.copy_(memory[0]))[0]) for _ in range(args.num or 5)]
-    return {"over_copy": median(a / b for a, b in times), "hand_over_s": median(a for a, _ in times),
-            "copy_s": median(b for _, b in times), "gb": plain.nbytes / 1e9}
+        times = [(timed(hand_over, proxy)[0], timed(hand_over, None)[0], timed(plain.copy_, memory[0])[0])
+                 for _ in range(args.num or 9)]
+    whole, gather, copy = (median(t) for t in zip(*times))
+    return {"over_copy": median(t[0] / t[2] for t in times), "gather_over_copy": median(t[1] / t[2] for t in times),
+            "hand_over_s": whole, "gather_s": gather, "copy_s": copy, "gb": plain.nbytes / 1e9}
 
 
 def carry_steps(runner, task, out: Path, num_steps: int, share: float, tail_s: float) -> dict:

