@@ -75,7 +75,7 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
         if not is_near(c, start, own): continue
         added = c.prompt_ids[own:]
         at = start + tree.lcp(template_ids[start:start + len(added)], added)
-        if at == len(template_ids) == start + len(added): return c.prompt_ids, None, "retry"
+        if at == len(template_ids) == start + len(added): return c.prompt_ids[:], None, "retry"
         opening = added[at - start:]                        # empty, but for a merged token
         if eos_ids & set(opening): continue
         end = next((i for i in range(at, len(template_ids)) if template_ids[i] in eos_ids), len(template_ids))
@@ -95,7 +95,7 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
                                   else "history_edited"}.get(relation, relation)
     if best is None: return template_ids, None, cause or ("unknown" if calls else None)
     is_branch = any(continues.get(c.id) == best.id for c in calls)
-    prompt_ids = best.prompt_ids + best.sampled_ids[:keep - len(best.prompt_ids)]
+    prompt_ids = best.prompt_ids[:] + best.sampled_ids[:keep - len(best.prompt_ids)]
     prompt_ids += template_ids[position:]
     return prompt_ids, best, (cause or "history_edited") if is_branch else None
 

@@ -135,7 +135,10 @@ class Session:
             routing=routing if routing is not None and len(routing) == len(call.prompt_ids) + len(ids) - 1 else None,
             sampling={"temperature": p.temperature, "max_tokens": p.max_tokens, "forced": call.forced},
             received_s=call.received_s, first_token_s=first_s, finished_s=time.time())
-        self.write(tree.call_line(done, self.calls))
+        line = tree.call_line(done, self.calls)
+        self.write(line)
+        tree.share(done, line, self.calls)
+        call.prompt_ids, call.template_ids, call.state = done.prompt_ids, done.template_ids, None
         self.calls.append(done)
 
     def retype(self, call: Pending, kind: str):

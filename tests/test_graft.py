@@ -1,6 +1,7 @@
 """graft.py as pure functions: harnesses at random, thoughts, hostile texts, kinds, and what a long session costs."""
 import json
 import re
+import tracemalloc
 from array import array
 from types import SimpleNamespace
 
@@ -232,9 +233,14 @@ def test_what_is_a_summary():
 
 
 def test_a_long_session_is_one_chain_on_record(tmp_path):
-    """Would catch a graft or a record that loses its place in 200 calls of up to 120,000 tokens, and a record that
-    grows with the history (`bench.py graft` has the time)."""
-    session, _ = bench.grow_session(tmp_path / "record", 200)
+    """Would catch a graft or a record that loses its place in 200 calls of up to 120,000 tokens, and a record, on disk
+    or in memory, that grows with the history (`bench.py graft` has the time)."""
+    tracemalloc.start()
+    try:
+        session, _ = bench.grow_session(tmp_path / "record", 200)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally: tracemalloc.stop()
+    assert num_bytes < 8e6                                  # of it 0.7 for its ids; each prompt by itself: 50
     assert [s.continues for s in session.seen] == [None, *range(199)]
     session.record.write_text('{"type":"rollout","format":1,"id":"r","task":"t","harness":"h","model":"m",'
                               '"temperature":1,"started_s":0}\n' + session.record.read_text())
