@@ -12,6 +12,8 @@ import hashlib, itertools, json, re
 import tree
 
 GRAFTS = "off", "exact", "canonical", "full"
+# of a turn that came back to what was sampled; the first four are what the four kinds of graft take for the same
+RELATIONS = "same", "retokenised", "respelt", "thinking_dropped", "tool_call_rewritten", "history_edited", None
 
 
 def meaning(text: str) -> str:
@@ -30,7 +32,7 @@ def meaning(text: str) -> str:
     return "<tool_call>".join(parts)
 
 
-def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode, mode: str) -> tuple:
+def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode, mode: str, told={}) -> tuple:
     """-> (prompt ids, continued call or None, cause or None): generate from what was sampled, where the text came back
     unchanged.
 
@@ -41,7 +43,8 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
     (`full`). The prompt is then the recorded ids of the deepest call reached, and behind them the rest of the
     rendering. The cause says what became of the nearest turn that differs; it is None where nothing else continues the
     call. A reply that begins with white space may have merged with the last token of its prompt: the two are compared
-    as one text then."""
+    as one text then. told: id -> what the harness was told of a reply whose end a stop word cut off; it may come back
+    with or without that end, which is what was sampled either way."""
     children, by_id = {}, {c.id: c for c in calls}
     for c in calls: children.setdefault(continues.get(c.id), []).append(c)
 
@@ -83,9 +86,10 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
         said, turn = c.sampled_ids[:-1] if has_end else c.sampled_ids, template_ids[at:end]
         relation = "same" if turn == said and not opening else compare(
             decode(opening), decode(turn), decode(opening + said))
+        if relation != "same" and c.id in told: relation = min(
+            relation, compare(decode(opening), decode(turn), decode(opening) + told[c.id]), key=RELATIONS.index)
         if relation is None: continue                       # another role's turn
-        reach = {"same": 0, "retokenised": 1, "respelt": 2, "thinking_dropped": 3}.get(relation, 4)
-        if reach <= GRAFTS.index(mode):
+        if RELATIONS.index(relation) <= GRAFTS.index(mode):
             is_open = has_end and end == len(template_ids)  # the end of turn that was sampled is not there yet
             end += has_end and not is_open and template_ids[end] == c.sampled_ids[-1]      # another end stays behind it
             if end > position: best, position, keep = c, end, len(c.prompt_ids) + len(c.sampled_ids) - is_open

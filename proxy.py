@@ -77,6 +77,7 @@ class Pending:
     num_tools: int = 0
     num_tool_calls: int = None                              # in the reply, once it is parsed
     outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
+    told: str = None                                        # the reply's text, where a stop word has cut it
     max_tokens: int = None                                  # what the harness asked for
     num_logprobs: int = -1                                  # what it wants told a token; None: nothing; -1: not known
     state: object = None                                    # vLLM's, of the request that samples it
@@ -90,6 +91,13 @@ class Pending:
         first = lambda *roles: next((row[1:3] for row in self.outline if row[0] in roles), (None, None))
         return first("system", "developer"), first("user")
 
+
+    @property
+    def has_failed(self) -> bool:
+        """Is it on record that the sampling failed? Whatever else goes wrong lies in the request or in the policy's own
+        words, and is told as 4xx: as a fault of ours it would take back a reward of 0."""
+        return self.answered_by is not None and any(
+            c.id == self.answered_by.id and c.finish in tree.UNTRAINED_FINISH for c in self.session.calls)
 
 @dataclass
 class Session:
@@ -192,6 +200,7 @@ def make_recorder():
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
+    from vllm.v1.engine.detokenizer import check_stop_strings
     class Sampled(LogprobsProcessor):
         """Keeps the log-probability of each sampled token as a number. vLLM's own, slower objects are made only where
         the harness asks for log-probabilities."""
@@ -266,11 +275,17 @@ def make_recorder():
                     said = ids[:-1] if finish == "stop" and ids and ids[-1] in ends else ids
                     text = self.get_tokenizer().decode(said, skip_special_tokens=p.skip_special_tokens)
                     text = text.rstrip("\ufffd")            # half a character, which a live call does not tell
-                    logprobs = [{t: Logprob(x)} for t, x in zip(ids, logp)]
-                    return RequestOutput("replay", None, list(call.prompt_ids), None, [CompletionOutput(
-                        0, text, ids, None, logprobs, finish_reason=finish)], True)
-                async for out in super().generate(prompt, p, request_id): reply = out.outputs[0]
-                finish, routing = reply.finish_reason, reply.routed_experts
+                    is_cut = finish == "stop" and ids and ids[-1] not in self.eos_ids
+                    word, end = is_cut and said is ids and check_stop_strings(
+                        text, len(text), p.stop, p.include_stop_str_in_output) or (None, -1)
+                    reply = CompletionOutput(
+                        0, text[:end] if end >= 0 else text, ids, None, [{t: Logprob(x)} for t, x in zip(ids, logp)],
+                        finish_reason=finish, stop_reason=word or (ids[-1] if is_cut else None))
+                    out = RequestOutput("replay", None, list(call.prompt_ids), None, [reply], True)
+                else:
+                    async for out in super().generate(prompt, p, request_id): reply = out.outputs[0]
+                    finish, routing = reply.finish_reason, reply.routed_experts
+                if reply.stop_reason is not None: call.told = reply.text
                 return out
             except (asyncio.CancelledError, VLLMClientError):
                 finish = "abort"
@@ -796,7 +811,7 @@ class Proxy:
         def classify(call, session, messages, usable, ended, cause):
             """The call's kind and cause, and what it tells of earlier ones."""
             call.kind = graft.kind_of(call, session, messages)
-            reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
+            reply = lambda s: (s.told or decode(usable[s.id].sampled_ids)) if s.id in usable else None
             if call.continues is not None: session.settle(session.seen[call.continues])
             elif call.kind == "main":
                 for s in session.seen:
@@ -821,13 +836,14 @@ class Proxy:
             usable = {c.id: c for c in session.calls if c.finish not in tree.UNTRAINED_FINISH}
             continues = {s.id: s.continues for s in session.seen}
             call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues, eos_ids,
-                                                         decode, self.mode)
+                                                         decode, self.mode, told)
             limit = self.engine.model_config.max_model_len
             if len(call.prompt_ids) >= limit:              # in the words by which harnesses know that they must compact
                 raise ValueError(f"This model's maximum context length is {limit} tokens. "
                                  f"However, your prompt has {len(call.prompt_ids)} tokens")
             call.continues = parent and parent.id
             if cause == "retry":
+            told = {s.id: s.told for s in session.seen if s.told is not None}
                 call.continues = next(continues[i] for i, c in usable.items() if c.prompt_ids == call.prompt_ids)
             if call.prompt_ids == call.template_ids: call.prompt_ids = call.template_ids
             else:

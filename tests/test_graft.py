@@ -313,3 +313,19 @@ def test_forks_at_each_turn_stay_cheap_to_tell_apart():
         assert sum(looked) - before < 100 * (i + 1)
         calls.append(tree.Call(i, "main", None, prompt, prompt, Ids("i", [5, 2]), [0., 0.], "stop"))
         history = Ids("i", [*history, 2, 9, 5, 2, 8, 8, 8, 2, 9])
+
+
+@pytest.mark.parametrize("mode", graft.GRAFTS)
+def test_what_a_stop_word_cut_off(tokenizer, mode):
+    """Would catch a reply that comes back without the stop word that ended it, as it was told, and is not grafted or
+    has no cause; and the word left out of the prompt."""
+    policy = Policy(tokenizer, mode)
+    first, _, _ = policy.ask([("user", "Go.")], "I look.\nStop:", is_cut=True)
+    again = [("user", "Go."), ("assistant", "I look.\n"), ("user", "on")]
+    told = graft.graft(policy.encode(chatml(again)), policy.calls, policy.continues, {tokenizer.eos_token_id},
+                       policy.decode, mode, {first.id: "I look.\n"})
+    if mode == "off": assert told == (policy.encode(chatml(again)), None, "retokenised")
+    else:
+        prompt, parent, cause = told
+        assert parent is first and cause is None and prompt[:len(first.ids)] == first.ids
+        assert tokenizer.decode(prompt[len(first.ids):]) == f"{END}\n<|im_start|>user\non{END}\n{HEADER}"
