@@ -14,14 +14,14 @@ answers; we sit in four places around it and translate no protocol:
 4. `Whole`, where vLLM parses: tool calls and reasoning come once from the whole reply, streamed in one piece.
 
 Covered: exact prompt and sampled ids with log-probabilities of every call, aborted and failed ones included, and the
-experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); sampling owned by the run, a forced tool not
-heeded, one choice a call whatever `n`; `max_tokens` clamped to what fits; kinds and fork causes from structure
-(`kind_of`, `graft`, `cause_of`); broken tool calls that come back; a request whose connection has gone goes on for
-`grace_s` and is taken over by an equal one, streamed or not, while an equal request beside a live one is another
-sample; a session's budget of calls and tokens; over 64 MB of requests under way, requests that do not end, connections
-without number and finished sessions are refused; a failure before the engine is asked is the request's (4xx), not ours
-(5xx); replay of a record; a scripted policy (`--engine scripted`) in place of the engine's forward pass only; weights
-handed over by handle; no admin route reachable from a session.
+experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); sampling owned by the run, a forced tool and
+`parallel_tool_calls: false` not heeded, one choice a call whatever `n`; `max_tokens` clamped to what fits; kinds and
+fork causes from structure (`kind_of`, `graft`, `cause_of`); broken tool calls that come back; a request whose
+connection has gone goes on for `grace_s` and is taken over by an equal one, streamed or not, while an equal request
+beside a live one is another sample; a session's budget of calls and tokens; over 64 MB of requests under way, requests
+that do not end, connections without number and finished sessions are refused; any failure but the engine's own is the
+request's (4xx), not ours (5xx); replay of a record; a scripted policy (`--engine scripted`) in place of the engine's
+forward pass only; weights handed over by handle; no admin route reachable from a session.
 Leans on vLLM 0.32.0's insides: OutputProcessor.request_states, LogprobsProcessor, RequestState._weight_version_spans,
 OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, model_loader.reload.layerwise,
 ModelConfig.try_get_generation_config, AnthropicServingMessages._get_disabled_thinking_effort.
@@ -65,7 +65,7 @@ class Pending:
     is_counted: bool = False                                # count_tokens: nothing is sampled
     is_labelled: bool = False                               # the harness's own headers call it a subagent's
     is_asked: bool = False                                  # the harness's own words ask for a summary
-    forced: object = None                                   # a tool_choice that leaves no choice: not heeded
+    forced: object = None                                   # a choice of tools that rules sampling: not heeded
     id: int = None                                          # order in which sampling began
     kind: str = "main"
     template_ids: array = None                              # the prompt as the chat template renders it
@@ -566,7 +566,11 @@ def own_sampling(request, call: Pending):
         if getattr(request, name, None): setattr(request, name, value)
     choice = getattr(request, "tool_choice", None)
     if choice not in (None, "none", "auto"):                # no grammar
-        request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
+        request.tool_choice = "auto"
+        call.forced = str(getattr(choice, "model_dump", lambda: choice)())[:200]
+    if getattr(request, "parallel_tool_calls", None) is False:      # vLLM samples several all the same and tells one
+        request.parallel_tool_calls = True
+        if getattr(request, "tools", None): call.forced = call.forced or "parallel_tool_calls: false"
 
 
 def bounded(protocol, proxy):
