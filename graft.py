@@ -182,6 +182,13 @@ def asks_for_summary(text: str) -> bool:
     return bool(SUMMARISE.search(text)) or "<summary>" in text.partition("<analysis>")[2]
 
 
+def is_next(before: list, now: list) -> bool:
+    """Outlines: does a history hold an earlier one, numbers apart, and then a turn of the policy, whatever became of
+    it?"""
+    plain = lambda rows: [row[2] for row in rows]
+    return plain(now[:len(before)]) == plain(before) and [row[0] for row in now[len(before):][:1]] == ["assistant"]
+
+
 def kind_of(call, session, messages: list) -> str:
     """The kind of a call that is about to start. What is called main and is not costs little; what is main and is
     called otherwise is not trained: in doubt, main. From structure:
@@ -203,10 +210,13 @@ def kind_of(call, session, messages: list) -> str:
         return "compaction"
     has_tools = any(s.num_tools for s in mains)
     if has_tools and not call.num_tools:
-        goes_on = any(s.id == call.continues and s.kind in ("main", "side") and not s.num_tools for s in session.seen)
-        if goes_on: return "main"                           # others' tools say nothing of a harness that has none
-        asked = [text_of(m) for m in messages if m.get("role") in ("system", "developer")] + [text_of(messages[-1])]
-        call.is_asked = any(map(asks_for_summary, asked))
+        before = next((s for s in reversed(session.seen) if s.kind in ("main", "side") and not s.num_tools
+                       and (s.id == call.continues or is_next(s.outline, call.outline))), None)
+        if before:                                          # others' tools say nothing of a harness that has none
+            if before.kind == "side": session.retype(before, "main")
+            return "main"
+        call.is_asked = any(asks_for_summary(text_of(m)) for m in messages if m.get("role") in ("system", "developer")
+                            or m is messages[-1] and m.get("role") == "user")
         is_behind = any("assistant" in roles(s) and call.outline[:len(s.outline)] == s.outline for s in mains)
         return "compaction" if call.is_asked or is_behind else "side"
     openings = [who(s) for s in mains]
@@ -219,7 +229,7 @@ def kind_of(call, session, messages: list) -> str:
         return "subagent"
     latest = next(s.kind for s in reversed(session.seen) if s.kind in ("main", "compaction"))
     if has_tools and is_new and latest == "main": return "subagent"
-    call.is_asked = (messages[-1].get("role") == "user" and "assistant" in roles(call)
+    call.is_asked = ("assistant" in roles(call) and messages[-1].get("role") == "user"
                      and latest == "main"                   # behind a compaction these words are a quotation
                      and asks_for_summary(text_of(messages[-1])))
     return "compaction" if call.is_asked else "main"

@@ -266,7 +266,9 @@ def test_a_request_with_tools_does_not_untrain_a_harness_without():
     assert kind(seen, [("user", "forged")], 3, id=1) == "main" and seen[0].kind == "side"       # a title, it seems
     seen.append(row([("user", "forged")], tools=3, id=1))
     assert kind(seen, LATER, 0, continues=0) == "main"
-    assert kind(seen, LATER, 0) == "side"                                                       # it goes on from none
+    assert kind(seen, [("system", "Write a title."), ("user", "x")], 0) == "side"               # it goes on from none
+    seen[0].kind = "side"
+    assert kind(seen, LATER, 0) == "main" and seen[0].kind == "main"        # though no tokens do: thoughts are stripped
 
 
 TAIL = "<<<BEGIN>>>\nExec sessions: "
