@@ -1,6 +1,7 @@
 """The model boundary: vLLM's own API server in process, with a recording engine under it.
 
     python proxy.py --model M --session NAME --port P --record DIR   # one session on loopback, for any harness by hand
+    python proxy.py ... --host 0.0.0.0               # for other machines: who gives the session's key, which is printed
 
 A harness talks chat completions, Anthropic messages or OpenAI responses, streamed or not, to a socket. The socket *is*
 the session; over TCP the session is a key in the path (/s/KEY/v1/...) or the API key. vLLM's server parses, renders and
@@ -76,8 +77,8 @@ class Pending:
     tools: str = None                                       # hash of the tool list
     num_tools: int = 0
     num_tool_calls: int = None                              # in the reply, once it is parsed
-    outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     told: str = None                                        # the reply's text, where a stop word has cut it
+    outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
     num_logprobs: int = -1                                  # what it wants told a token; None: nothing; -1: not known
     state: object = None                                    # vLLM's, of the request that samples it
@@ -91,13 +92,13 @@ class Pending:
         first = lambda *roles: next((row[1:3] for row in self.outline if row[0] in roles), (None, None))
         return first("system", "developer"), first("user")
 
-
     @property
     def has_failed(self) -> bool:
         """Is it on record that the sampling failed? Whatever else goes wrong lies in the request or in the policy's own
         words, and is told as 4xx: as a fault of ours it would take back a reward of 0."""
         return self.answered_by is not None and any(
             c.id == self.answered_by.id and c.finish in tree.UNTRAINED_FINISH for c in self.session.calls)
+
 
 @dataclass
 class Session:
@@ -121,6 +122,7 @@ class Session:
     running: set = field(default_factory=set)               # tasks that sample
     orphans: list = field(default_factory=list)             # of seen: those that nobody listens to
     rows: dict = field(default_factory=dict)                # of messages and tool lists (graft.outline)
+    rows_bytes: int = 0                                     # of the requests that these may hold
     is_ended: bool = False
     broken: str = None                                      # why its record could not be written to
     body_bytes: int = 0                                     # of requests under way
@@ -198,9 +200,9 @@ def make_recorder():
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.detokenizer import check_stop_strings
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    from vllm.v1.engine.detokenizer import check_stop_strings
     class Sampled(LogprobsProcessor):
         """Keeps the log-probability of each sampled token as a number. vLLM's own, slower objects are made only where
         the harness asks for log-probabilities."""
@@ -508,6 +510,8 @@ class Front:
                        any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
         CALL.set(call)
         session.refused = None
+        session.rows_bytes += len(body)                     # a message may hold megabytes that no template renders
+        if session.rows_bytes > MAX_BODY_BYTES: session.rows, session.rows_bytes = {}, len(body)
         gone, unread = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
 
         async def watch():
@@ -526,7 +530,7 @@ class Front:
         try: await self.app(scope, inner_receive, answer.send)
         except Exception as e:                              # raised on, it would end a connection that may be in use
             if is_stream and answer.is_started and not answer.is_error_sent: await answer.send_error(
-                500 if call.answered_by else 400, str(e)[:1000])
+                500 if call.has_failed else 400, str(e)[:1000])
             if not answer.is_error_sent: raise
             logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
@@ -652,8 +656,8 @@ class Answer:
     async def send(self, message):
         async with self.lock:
             if message["type"] == "http.response.start":
-                status = message["status"]                  # a failure before anything was asked of the engine: this
-                if status == 500 and self.call.answered_by is None: status = 400        # request would fail for ever
+                status = message["status"]
+                if status == 500 and not self.call.has_failed: status = 400
                 if status >= 400: self.error = status, b""
                 elif not self.is_started:
                     self.is_started = True
@@ -839,6 +843,7 @@ class Proxy:
             call.outline = graft.outline(messages, session.rows)
             usable = {c.id: c for c in session.calls if c.finish not in tree.UNTRAINED_FINISH}
             continues = {s.id: s.continues for s in session.seen}
+            told = {s.id: s.told for s in session.seen if s.told is not None}
             call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues, eos_ids,
                                                          decode, self.mode, told)
             limit = self.engine.model_config.max_model_len
@@ -847,7 +852,6 @@ class Proxy:
                                  f"However, your prompt has {len(call.prompt_ids)} tokens")
             call.continues = parent and parent.id
             if cause == "retry":
-            told = {s.id: s.told for s in session.seen if s.told is not None}
                 call.continues = next(continues[i] for i, c in usable.items() if c.prompt_ids == call.prompt_ids)
             if call.prompt_ids == call.template_ids: call.prompt_ids = call.template_ids
             else:
@@ -1003,10 +1007,11 @@ def resolve_model(name: str, max_model_len=0) -> str:
 
 # --- the command ------------------------------------------------------------------------------------------------------
 def parse(argv=None):
-    p = argparse.ArgumentParser(description="Serves one session on loopback and records it.", allow_abbrev=False)
+    p = argparse.ArgumentParser(description="Serves one session and records it.", allow_abbrev=False)
     p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2 (default %(default)s)")
     p.add_argument("--session", required=True, help="its name; the record is RECORD/SESSION.jsonl")
-    p.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
+    p.add_argument("--port", type=int, required=True, help="on 127.0.0.1, where no key is asked for")
+    p.add_argument("--host", help="listen on this address instead, for who gives the session's key (it is printed)")
     p.add_argument("--record", required=True, help="folder for the record")
     p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm", help="default %(default)s")
     p.add_argument("--script", help="with --engine scripted: a file, one line = one reply")
@@ -1037,9 +1042,10 @@ def main(args):
         if old.temperature != args.temperature:
             raise ValueError(f"--temperature {args.temperature:g}: {args.replay} was sampled at {old.temperature:g}")
         replay = [c for c in old.calls if c.finish not in tree.UNTRAINED_FINISH]
-    try: socket.create_server(("127.0.0.1", args.port)).close()         # before the model is loaded
+    host = args.host or "127.0.0.1"
+    try: socket.create_server((host, args.port)).close()                # before the model is loaded
     except (OSError, OverflowError) as e:
-        raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; "
+        raise OSError(f"--host {host} --port {args.port}: {getattr(e, 'strerror', None) or e}; "
                       "take another port or end what listens there") from None
     record = Path(args.record) / f"{args.session}.jsonl"
     if record.exists():
@@ -1048,10 +1054,14 @@ def main(args):
                graft=args.graft) as proxy:
         header = {"task": "by-hand", "harness": "by-hand", "model": args.model}
         session = proxy.open_session(args.session, record, header, temperature=args.temperature,
-                                     max_tokens=args.max_tokens, script=script, port=args.port, replay=replay,
-                                     is_strict=args.replay_strict, openclaw_stable=args.openclaw_stable)
-        print(f"http://127.0.0.1:{args.port}/v1 (OpenAI), http://127.0.0.1:{args.port} (Anthropic), model 'policy'; "
-              "Ctrl-C ends it", flush=True)
+                                     max_tokens=args.max_tokens, script=script, port=0 if args.host else args.port,
+                                     replay=replay, is_strict=args.replay_strict, openclaw_stable=args.openclaw_stable)
+        url = f"http://{host}:{args.port}"
+        if args.host:
+            proxy.listen(host, args.port)
+            print(f"API key {session.key}, at {url}; or without one:")
+            url += f"/s/{session.key}"
+        print(f"{url}/v1 (OpenAI), {url} (Anthropic), model 'policy'; Ctrl-C ends it", flush=True)
         try: threading.Event().wait()
         except KeyboardInterrupt: pass
         session.write({"type": "end", "outcome": "ok" if session.calls else "no_calls", "reward": None,
