@@ -93,11 +93,11 @@ class Ids:
 
     def __init__(self, before, after, shared, tail):
         """(before + after)[:shared] + tail, 0 < shared.  before: array or Ids; after, tail: array."""
-        self.pieces = [*(before.pieces if isinstance(before, Ids) else [before]), after]
-        surplus = len(before) + len(after) - shared
-        while surplus and surplus >= len(self.pieces[-1]): surplus -= len(self.pieces.pop())
-        if surplus: self.pieces[-1] = self.pieces[-1][:-surplus]
-        self.pieces = [piece for piece in (*self.pieces, tail) if piece]
+        pieces, surplus = list(before.pieces) if isinstance(before, Ids) else [before], len(before) - shared
+        while surplus > 0 and surplus >= len(pieces[-1]): surplus -= len(pieces.pop())
+        if surplus > 0: pieces[-1] = pieces[-1][:-surplus]
+        own = after[:max(shared - len(before), 0)] + tail
+        self.pieces = [*pieces, own] if own else pieces
         self.size = shared + len(tail)
 
     def __len__(self): return self.size
@@ -107,7 +107,9 @@ class Ids:
     def __iter__(self): return iter(self[:])
 
     def __getitem__(self, at):
-        if not isinstance(at, slice): return self[(at := range(self.size)[at]):at + 1][0]
+        if not isinstance(at, slice):
+            own = (at := range(self.size)[at]) - self.size + len(self.pieces[-1])
+            return self.pieces[-1][own] if own >= 0 else self[at:at + 1][0]
         start, end, _ = at.indices(self.size)
         found, low = [], self.size
         for piece in reversed(self.pieces):                            # mostly it is the end that is asked for
