@@ -12,6 +12,8 @@ import hashlib, itertools, json, re
 import tree
 
 GRAFTS = "off", "exact", "canonical", "full"
+# of a turn that came back to what was sampled; the first four are what the four kinds of graft take for the same
+RELATIONS = "same", "retokenised", "respelt", "thinking_dropped", "tool_call_rewritten", "history_edited", None
 
 
 def meaning(text: str) -> str:
@@ -30,7 +32,7 @@ def meaning(text: str) -> str:
     return "<tool_call>".join(parts)
 
 
-def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode, mode: str) -> tuple:
+def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode, mode: str, told={}) -> tuple:
     """-> (prompt ids, continued call or None, cause or None): generate from what was sampled, where the text came back
     unchanged.
 
@@ -41,7 +43,8 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
     (`full`). The prompt is then the recorded ids of the deepest call reached, and behind them the rest of the
     rendering. The cause says what became of the nearest turn that differs; it is None where nothing else continues the
     call. A reply that begins with white space may have merged with the last token of its prompt: the two are compared
-    as one text then."""
+    as one text then. told: id -> what the harness was told of a reply whose end a stop word cut off; it may come back
+    with or without that end, which is what was sampled either way."""
     children, by_id = {}, {c.id: c for c in calls}
     for c in calls: children.setdefault(continues.get(c.id), []).append(c)
 
@@ -75,7 +78,7 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
         if not is_near(c, start, own): continue
         added = c.prompt_ids[own:]
         at = start + tree.lcp(template_ids[start:start + len(added)], added)
-        if at == len(template_ids) == start + len(added): return c.prompt_ids, None, "retry"
+        if at == len(template_ids) == start + len(added): return c.prompt_ids[:], None, "retry"
         opening = added[at - start:]                        # empty, but for a merged token
         if eos_ids & set(opening): continue
         end = next((i for i in range(at, len(template_ids)) if template_ids[i] in eos_ids), len(template_ids))
@@ -83,9 +86,10 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
         said, turn = c.sampled_ids[:-1] if has_end else c.sampled_ids, template_ids[at:end]
         relation = "same" if turn == said and not opening else compare(
             decode(opening), decode(turn), decode(opening + said))
+        if relation != "same" and c.id in told: relation = min(
+            relation, compare(decode(opening), decode(turn), decode(opening) + told[c.id]), key=RELATIONS.index)
         if relation is None: continue                       # another role's turn
-        reach = {"same": 0, "retokenised": 1, "respelt": 2, "thinking_dropped": 3}.get(relation, 4)
-        if reach <= GRAFTS.index(mode):
+        if RELATIONS.index(relation) <= GRAFTS.index(mode):
             is_open = has_end and end == len(template_ids)  # the end of turn that was sampled is not there yet
             end += has_end and not is_open and template_ids[end] == c.sampled_ids[-1]      # another end stays behind it
             if end > position: best, position, keep = c, end, len(c.prompt_ids) + len(c.sampled_ids) - is_open
@@ -95,7 +99,7 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
                                   else "history_edited"}.get(relation, relation)
     if best is None: return template_ids, None, cause or ("unknown" if calls else None)
     is_branch = any(continues.get(c.id) == best.id for c in calls)
-    prompt_ids = best.prompt_ids + best.sampled_ids[:keep - len(best.prompt_ids)]
+    prompt_ids = best.prompt_ids[:] + best.sampled_ids[:keep - len(best.prompt_ids)]
     prompt_ids += template_ids[position:]
     return prompt_ids, best, (cause or "history_edited") if is_branch else None
 
@@ -178,6 +182,13 @@ def asks_for_summary(text: str) -> bool:
     return bool(SUMMARISE.search(text)) or "<summary>" in text.partition("<analysis>")[2]
 
 
+def is_next(before: list, now: list) -> bool:
+    """Outlines: does a history hold an earlier one, numbers apart, and then a turn of the policy, whatever became of
+    it?"""
+    plain = lambda rows: [row[2] for row in rows]
+    return plain(now[:len(before)]) == plain(before) and [row[0] for row in now[len(before):][:1]] == ["assistant"]
+
+
 def kind_of(call, session, messages: list) -> str:
     """The kind of a call that is about to start. What is called main and is not costs little; what is main and is
     called otherwise is not trained: in doubt, main. From structure:
@@ -199,10 +210,13 @@ def kind_of(call, session, messages: list) -> str:
         return "compaction"
     has_tools = any(s.num_tools for s in mains)
     if has_tools and not call.num_tools:
-        goes_on = any(s.id == call.continues and s.kind in ("main", "side") and not s.num_tools for s in session.seen)
-        if goes_on: return "main"                           # others' tools say nothing of a harness that has none
-        asked = [text_of(m) for m in messages if m.get("role") in ("system", "developer")] + [text_of(messages[-1])]
-        call.is_asked = any(map(asks_for_summary, asked))
+        before = next((s for s in reversed(session.seen) if s.kind in ("main", "side") and not s.num_tools
+                       and (s.id == call.continues or is_next(s.outline, call.outline))), None)
+        if before:                                          # others' tools say nothing of a harness that has none
+            if before.kind == "side": session.retype(before, "main")
+            return "main"
+        call.is_asked = any(asks_for_summary(text_of(m)) for m in messages if m.get("role") in ("system", "developer")
+                            or m is messages[-1] and m.get("role") == "user")
         is_behind = any("assistant" in roles(s) and call.outline[:len(s.outline)] == s.outline for s in mains)
         return "compaction" if call.is_asked or is_behind else "side"
     openings = [who(s) for s in mains]
@@ -215,7 +229,7 @@ def kind_of(call, session, messages: list) -> str:
         return "subagent"
     latest = next(s.kind for s in reversed(session.seen) if s.kind in ("main", "compaction"))
     if has_tools and is_new and latest == "main": return "subagent"
-    call.is_asked = (messages[-1].get("role") == "user" and "assistant" in roles(call)
+    call.is_asked = ("assistant" in roles(call) and messages[-1].get("role") == "user"
                      and latest == "main"                   # behind a compaction these words are a quotation
                      and asks_for_summary(text_of(messages[-1])))
     return "compaction" if call.is_asked else "main"

@@ -1,6 +1,7 @@
 """The model boundary: vLLM's own API server in process, with a recording engine under it.
 
     python proxy.py --model M --session NAME --port P --record DIR   # one session on loopback, for any harness by hand
+    python proxy.py ... --host 0.0.0.0               # for other machines: who gives the session's key, which is printed
 
 A harness talks chat completions, Anthropic messages or OpenAI responses, streamed or not, to a socket. The socket *is*
 the session; over TCP the session is a key in the path (/s/KEY/v1/...) or the API key. vLLM's server parses, renders and
@@ -14,14 +15,14 @@ answers; we sit in four places around it and translate no protocol:
 4. `Whole`, where vLLM parses: tool calls and reasoning come once from the whole reply, streamed in one piece.
 
 Covered: exact prompt and sampled ids with log-probabilities of every call, aborted and failed ones included, and the
-experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); sampling owned by the run, a forced tool not
-heeded, one choice a call whatever `n`; `max_tokens` clamped to what fits; kinds and fork causes from structure
-(`kind_of`, `graft`, `cause_of`); broken tool calls that come back; a request whose connection has gone goes on for
-`grace_s` and is taken over by an equal one, streamed or not, while an equal request beside a live one is another
-sample; a session's budget of calls and tokens; over 64 MB of requests under way, requests that do not end, connections
-without number and finished sessions are refused; a failure before the engine is asked is the request's (4xx), not ours
-(5xx); replay of a record; a scripted policy (`--engine scripted`) in place of the engine's forward pass only; weights
-handed over by handle; no admin route reachable from a session.
+experts of a MoE (with vLLM's --enable-return-routed-experts, GPU only); sampling owned by the run, a forced tool and
+`parallel_tool_calls: false` not heeded, one choice a call whatever `n`; `max_tokens` clamped to what fits; kinds and
+fork causes from structure (`kind_of`, `graft`, `cause_of`); broken tool calls that come back; a request whose
+connection has gone goes on for `grace_s` and is taken over by an equal one, streamed or not, while an equal request
+beside a live one is another sample; a session's budget of calls and tokens; over 64 MB of requests under way, requests
+that do not end, connections without number and finished sessions are refused; any failure but the engine's own is the
+request's (4xx), not ours (5xx); replay of a record; a scripted policy (`--engine scripted`) in place of the engine's
+forward pass only; weights handed over by handle; no admin route reachable from a session.
 Leans on vLLM 0.32.0's insides: OutputProcessor.request_states, LogprobsProcessor, RequestState._weight_version_spans,
 OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, model_loader.reload.layerwise,
 ModelConfig.try_get_generation_config, AnthropicServingMessages._get_disabled_thinking_effort.
@@ -65,7 +66,7 @@ class Pending:
     is_counted: bool = False                                # count_tokens: nothing is sampled
     is_labelled: bool = False                               # the harness's own headers call it a subagent's
     is_asked: bool = False                                  # the harness's own words ask for a summary
-    forced: object = None                                   # a tool_choice that leaves no choice: not heeded
+    forced: object = None                                   # a choice of tools that rules sampling: not heeded
     id: int = None                                          # order in which sampling began
     kind: str = "main"
     template_ids: array = None                              # the prompt as the chat template renders it
@@ -76,6 +77,7 @@ class Pending:
     tools: str = None                                       # hash of the tool list
     num_tools: int = 0
     num_tool_calls: int = None                              # in the reply, once it is parsed
+    told: str = None                                        # the reply's text, where a stop word has cut it
     outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
     num_logprobs: int = -1                                  # what it wants told a token; None: nothing; -1: not known
@@ -89,6 +91,13 @@ class Pending:
         """Of its first system prompt and its first user message the hash, and the hash without digits."""
         first = lambda *roles: next((row[1:3] for row in self.outline if row[0] in roles), (None, None))
         return first("system", "developer"), first("user")
+
+    @property
+    def has_failed(self) -> bool:
+        """Is it on record that the sampling failed? Whatever else goes wrong lies in the request or in the policy's own
+        words, and is told as 4xx: as a fault of ours it would take back a reward of 0."""
+        return self.answered_by is not None and any(
+            c.id == self.answered_by.id and c.finish in tree.UNTRAINED_FINISH for c in self.session.calls)
 
 
 @dataclass
@@ -113,6 +122,7 @@ class Session:
     running: set = field(default_factory=set)               # tasks that sample
     orphans: list = field(default_factory=list)             # of seen: those that nobody listens to
     rows: dict = field(default_factory=dict)                # of messages and tool lists (graft.outline)
+    rows_bytes: int = 0                                     # of the requests that these may hold
     is_ended: bool = False
     broken: str = None                                      # why its record could not be written to
     body_bytes: int = 0                                     # of requests under way
@@ -135,7 +145,10 @@ class Session:
             routing=routing if routing is not None and len(routing) == len(call.prompt_ids) + len(ids) - 1 else None,
             sampling={"temperature": p.temperature, "max_tokens": p.max_tokens, "forced": call.forced},
             received_s=call.received_s, first_token_s=first_s, finished_s=time.time())
-        self.write(tree.call_line(done, self.calls))
+        line = tree.call_line(done, self.calls)
+        self.write(line)
+        tree.share(done, line, self.calls)
+        call.prompt_ids, call.template_ids, call.state = done.prompt_ids, done.template_ids, None
         self.calls.append(done)
 
     def retype(self, call: Pending, kind: str):
@@ -187,6 +200,7 @@ def make_recorder():
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.detokenizer import check_stop_strings
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     class Sampled(LogprobsProcessor):
@@ -263,11 +277,17 @@ def make_recorder():
                     said = ids[:-1] if finish == "stop" and ids and ids[-1] in ends else ids
                     text = self.get_tokenizer().decode(said, skip_special_tokens=p.skip_special_tokens)
                     text = text.rstrip("\ufffd")            # half a character, which a live call does not tell
-                    logprobs = [{t: Logprob(x)} for t, x in zip(ids, logp)]
-                    return RequestOutput("replay", None, list(call.prompt_ids), None, [CompletionOutput(
-                        0, text, ids, None, logprobs, finish_reason=finish)], True)
-                async for out in super().generate(prompt, p, request_id): reply = out.outputs[0]
-                finish, routing = reply.finish_reason, reply.routed_experts
+                    is_cut = finish == "stop" and ids and ids[-1] not in self.eos_ids
+                    word, end = is_cut and said is ids and check_stop_strings(
+                        text, len(text), p.stop, p.include_stop_str_in_output) or (None, -1)
+                    reply = CompletionOutput(
+                        0, text[:end] if end >= 0 else text, ids, None, [{t: Logprob(x)} for t, x in zip(ids, logp)],
+                        finish_reason=finish, stop_reason=word or (ids[-1] if is_cut else None))
+                    out = RequestOutput("replay", None, list(call.prompt_ids), None, [reply], True)
+                else:
+                    async for out in super().generate(prompt, p, request_id): reply = out.outputs[0]
+                    finish, routing = reply.finish_reason, reply.routed_experts
+                if reply.stop_reason is not None: call.told = reply.text
                 return out
             except (asyncio.CancelledError, VLLMClientError):
                 finish = "abort"
@@ -490,6 +510,8 @@ class Front:
                        any(name in SUBAGENT_HEADERS for name, _ in scope["headers"]))
         CALL.set(call)
         session.refused = None
+        session.rows_bytes += len(body)                     # a message may hold megabytes that no template renders
+        if session.rows_bytes > MAX_BODY_BYTES: session.rows, session.rows_bytes = {}, len(body)
         gone, unread = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
 
         async def watch():
@@ -508,7 +530,7 @@ class Front:
         try: await self.app(scope, inner_receive, answer.send)
         except Exception as e:                              # raised on, it would end a connection that may be in use
             if is_stream and answer.is_started and not answer.is_error_sent: await answer.send_error(
-                500 if call.answered_by else 400, str(e)[:1000])
+                500 if call.has_failed else 400, str(e)[:1000])
             if not answer.is_error_sent: raise
             logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
@@ -548,7 +570,11 @@ def own_sampling(request, call: Pending):
         if getattr(request, name, None): setattr(request, name, value)
     choice = getattr(request, "tool_choice", None)
     if choice not in (None, "none", "auto"):                # no grammar
-        request.tool_choice, call.forced = "auto", getattr(choice, "model_dump", lambda: choice)()
+        request.tool_choice = "auto"
+        call.forced = str(getattr(choice, "model_dump", lambda: choice)())[:200]
+    if getattr(request, "parallel_tool_calls", None) is False:      # vLLM samples several all the same and tells one
+        request.parallel_tool_calls = True
+        if getattr(request, "tools", None): call.forced = call.forced or "parallel_tool_calls: false"
 
 
 def bounded(protocol, proxy):
@@ -630,8 +656,8 @@ class Answer:
     async def send(self, message):
         async with self.lock:
             if message["type"] == "http.response.start":
-                status = message["status"]                  # a failure before anything was asked of the engine: this
-                if status == 500 and self.call.answered_by is None: status = 400        # request would fail for ever
+                status = message["status"]
+                if status == 500 and not self.call.has_failed: status = 400
                 if status >= 400: self.error = status, b""
                 elif not self.is_started:
                     self.is_started = True
@@ -799,7 +825,7 @@ class Proxy:
         def classify(call, session, messages, usable, ended, cause):
             """The call's kind and cause, and what it tells of earlier ones."""
             call.kind = graft.kind_of(call, session, messages)
-            reply = lambda s: decode(usable[s.id].sampled_ids) if s.id in usable else None
+            reply = lambda s: (s.told or decode(usable[s.id].sampled_ids)) if s.id in usable else None
             if call.continues is not None: session.settle(session.seen[call.continues])
             elif call.kind == "main":
                 for s in session.seen:
@@ -823,8 +849,9 @@ class Proxy:
             call.outline = graft.outline(messages, session.rows)
             usable = {c.id: c for c in session.calls if c.finish not in tree.UNTRAINED_FINISH}
             continues = {s.id: s.continues for s in session.seen}
+            told = {s.id: s.told for s in session.seen if s.told is not None}
             call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues, eos_ids,
-                                                         decode, self.mode)
+                                                         decode, self.mode, told)
             limit = self.engine.model_config.max_model_len
             if len(call.prompt_ids) >= limit:              # in the words by which harnesses know that they must compact
                 raise ValueError(f"This model's maximum context length is {limit} tokens. "
@@ -986,10 +1013,11 @@ def resolve_model(name: str, max_model_len=0) -> str:
 
 # --- the command ------------------------------------------------------------------------------------------------------
 def parse(argv=None):
-    p = argparse.ArgumentParser(description="Serves one session on loopback and records it.", allow_abbrev=False)
+    p = argparse.ArgumentParser(description="Serves one session and records it.", allow_abbrev=False)
     p.add_argument("--model", default="smollm2", help="Hugging Face folder, or smollm2 (default %(default)s)")
     p.add_argument("--session", required=True, help="its name; the record is RECORD/SESSION.jsonl")
-    p.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
+    p.add_argument("--port", type=int, required=True, help="on 127.0.0.1, where no key is asked for")
+    p.add_argument("--host", help="listen on this address instead, for who gives the session's key (it is printed)")
     p.add_argument("--record", required=True, help="folder for the record")
     p.add_argument("--engine", choices=("vllm", "scripted"), default="vllm", help="default %(default)s")
     p.add_argument("--script", help="with --engine scripted: a file, one line = one reply")
@@ -1020,9 +1048,10 @@ def main(args):
         if old.temperature != args.temperature:
             raise ValueError(f"--temperature {args.temperature:g}: {args.replay} was sampled at {old.temperature:g}")
         replay = [c for c in old.calls if c.finish not in tree.UNTRAINED_FINISH]
-    try: socket.create_server(("127.0.0.1", args.port)).close()         # before the model is loaded
+    host = args.host or "127.0.0.1"
+    try: socket.create_server((host, args.port)).close()                # before the model is loaded
     except (OSError, OverflowError) as e:
-        raise OSError(f"--port {args.port}: {getattr(e, 'strerror', e)}; "
+        raise OSError(f"--host {host} --port {args.port}: {getattr(e, 'strerror', None) or e}; "
                       "take another port or end what listens there") from None
     record = Path(args.record) / f"{args.session}.jsonl"
     if record.exists():
@@ -1031,10 +1060,14 @@ def main(args):
                graft=args.graft) as proxy:
         header = {"task": "by-hand", "harness": "by-hand", "model": args.model}
         session = proxy.open_session(args.session, record, header, temperature=args.temperature,
-                                     max_tokens=args.max_tokens, script=script, port=args.port, replay=replay,
-                                     is_strict=args.replay_strict, openclaw_stable=args.openclaw_stable)
-        print(f"http://127.0.0.1:{args.port}/v1 (OpenAI), http://127.0.0.1:{args.port} (Anthropic), model 'policy'; "
-              "Ctrl-C ends it", flush=True)
+                                     max_tokens=args.max_tokens, script=script, port=0 if args.host else args.port,
+                                     replay=replay, is_strict=args.replay_strict, openclaw_stable=args.openclaw_stable)
+        url = f"http://{host}:{args.port}"
+        if args.host:
+            proxy.listen(host, args.port)
+            print(f"API key {session.key}, at {url}; or without one:")
+            url += f"/s/{session.key}"
+        print(f"{url}/v1 (OpenAI), {url} (Anthropic), model 'policy'; Ctrl-C ends it", flush=True)
         try: threading.Event().wait()
         except KeyboardInterrupt: pass
         session.write({"type": "end", "outcome": "ok" if session.calls else "no_calls", "reward": None,

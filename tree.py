@@ -87,9 +87,43 @@ class Rollout:
     more: dict = field(default_factory=dict)           # what other keys the header and the end line hold
 
 
+class Ids:
+    """Token ids of a call on record, in memory as on disk: pieces (arrays), most of them an earlier call's own,
+    so that a session takes memory for new tokens only.  A slice is an array of its own."""
+
+    def __init__(self, before, after, shared, tail):
+        """(before + after)[:shared] + tail, 0 < shared.  before: array or Ids; after, tail: array."""
+        pieces, surplus = list(before.pieces) if isinstance(before, Ids) else [before], len(before) - shared
+        while surplus > 0 and surplus >= len(pieces[-1]): surplus -= len(pieces.pop())
+        if surplus > 0: pieces[-1] = pieces[-1][:-surplus]
+        own = after[:max(shared - len(before), 0)] + tail
+        self.pieces = [*pieces, own] if own else pieces
+        self.size = shared + len(tail)
+
+    def __len__(self): return self.size
+
+    def __eq__(self, other): return len(self) == len(other) and self[:] == other[:]
+
+    def __iter__(self): return iter(self[:])
+
+    def __getitem__(self, at):
+        if not isinstance(at, slice):
+            own = (at := range(self.size)[at]) - self.size + len(self.pieces[-1])
+            return self.pieces[-1][own] if own >= 0 else self[at:at + 1][0]
+        start, end, _ = at.indices(self.size)
+        found, low = [], self.size
+        for piece in reversed(self.pieces):                            # mostly it is the end that is asked for
+            if low <= start: break
+            low -= len(piece)
+            if low < end: found.append(piece)
+        ids = array("i", b"".join(reversed(found)))
+        return ids if len(ids) == end - start else ids[start - low:end - low]
+
+
 def lcp(a, b):
     """Length of the longest common prefix of two lists: gallops, then bisects, in slices compared at C speed. Arrays
     are compared where they are."""
+    a, b = (x[:] if isinstance(x, Ids) else x for x in (a, b))
     n, step, end = 0, 64, min(len(a), len(b))
     if end > 4096 and isinstance(a, array) and isinstance(b, array):
         differ = np.frombuffer(a, a.typecode, end) != np.frombuffer(b, b.typecode, end)
@@ -137,6 +171,18 @@ def call_line(call, earlier):
             "logp": [x if math.isfinite(x) else None for x in call.logp_rollout], "finish": call.finish,
             "versions": call.versions, "sampling": call.sampling, "tools": call.tools, "received_s": call.received_s,
             "first_token_s": call.first_token_s, "finished_s": call.finished_s} | routing
+
+
+def share(call, line, earlier):
+    """A call's ids become pieces (Ids) that it shares with earlier ones, as its line says."""
+    by_id = {c.id: c for c in earlier}
+    if line["parent"] is not None:
+        parent = by_id[line["parent"]]
+        call.prompt_ids = Ids(parent.prompt_ids, parent.sampled_ids, line["shared"], line["tail"])
+    if line["template"] is None: call.template_ids = call.prompt_ids
+    elif line["template"][0] is not None:
+        before, shared, tail = line["template"]
+        call.template_ids = Ids(by_id[before].template_ids, tail[:0], shared, tail)
 
 
 def read_call(line, earlier):

@@ -33,15 +33,16 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 {% endif %}"""
 
 
-def make_model(folder, positions, template=TEMPLATE):
+def make_model(folder, positions, template=TEMPLATE, tokens=()):
     """A Llama of 2 layers with random weights, large enough that each weight and each earlier token matters; tied,
-    as SmolLM2 is."""
+    as SmolLM2 is. tokens: further ones of the vocabulary."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     import proxy
     tokenizer = AutoTokenizer.from_pretrained(proxy.resolve_model("smollm2"))
     tokenizer.chat_template = template
+    tokenizer.add_tokens(list(tokens))
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,

@@ -1,6 +1,7 @@
 """graft.py as pure functions: harnesses at random, thoughts, hostile texts, kinds, and what a long session costs."""
 import json
 import re
+import tracemalloc
 from array import array
 from types import SimpleNamespace
 
@@ -232,9 +233,14 @@ def test_what_is_a_summary():
 
 
 def test_a_long_session_is_one_chain_on_record(tmp_path):
-    """Would catch a graft or a record that loses its place in 200 calls of up to 120,000 tokens, and a record that
-    grows with the history (`bench.py graft` has the time)."""
-    session, _ = bench.grow_session(tmp_path / "record", 200)
+    """Would catch a graft or a record that loses its place in 200 calls of up to 120,000 tokens, and a record, on disk
+    or in memory, that grows with the history (`bench.py graft` has the time)."""
+    tracemalloc.start()
+    try:
+        session, _ = bench.grow_session(tmp_path / "record", 200)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally: tracemalloc.stop()
+    assert num_bytes < 8e6                                  # of it 0.7 for its ids; each prompt by itself: 50
     assert [s.continues for s in session.seen] == [None, *range(199)]
     session.record.write_text('{"type":"rollout","format":1,"id":"r","task":"t","harness":"h","model":"m",'
                               '"temperature":1,"started_s":0}\n' + session.record.read_text())
@@ -260,7 +266,9 @@ def test_a_request_with_tools_does_not_untrain_a_harness_without():
     assert kind(seen, [("user", "forged")], 3, id=1) == "main" and seen[0].kind == "side"       # a title, it seems
     seen.append(row([("user", "forged")], tools=3, id=1))
     assert kind(seen, LATER, 0, continues=0) == "main"
-    assert kind(seen, LATER, 0) == "side"                                                       # it goes on from none
+    assert kind(seen, [("system", "Write a title."), ("user", "x")], 0) == "side"               # it goes on from none
+    seen[0].kind = "side"
+    assert kind(seen, LATER, 0) == "main" and seen[0].kind == "main"        # though no tokens do: thoughts are stripped
 
 
 TAIL = "<<<BEGIN>>>\nExec sessions: "
@@ -307,3 +315,19 @@ def test_forks_at_each_turn_stay_cheap_to_tell_apart():
         assert sum(looked) - before < 100 * (i + 1)
         calls.append(tree.Call(i, "main", None, prompt, prompt, Ids("i", [5, 2]), [0., 0.], "stop"))
         history = Ids("i", [*history, 2, 9, 5, 2, 8, 8, 8, 2, 9])
+
+
+@pytest.mark.parametrize("mode", graft.GRAFTS)
+def test_what_a_stop_word_cut_off(tokenizer, mode):
+    """Would catch a reply that comes back without the stop word that ended it, as it was told, and is not grafted or
+    has no cause; and the word left out of the prompt."""
+    policy = Policy(tokenizer, mode)
+    first, _, _ = policy.ask([("user", "Go.")], "I look.\nStop:", is_cut=True)
+    again = [("user", "Go."), ("assistant", "I look.\n"), ("user", "on")]
+    told = graft.graft(policy.encode(chatml(again)), policy.calls, policy.continues, {tokenizer.eos_token_id},
+                       policy.decode, mode, {first.id: "I look.\n"})
+    if mode == "off": assert told == (policy.encode(chatml(again)), None, "retokenised")
+    else:
+        prompt, parent, cause = told
+        assert parent is first and cause is None and prompt[:len(first.ids)] == first.ids
+        assert tokenizer.decode(prompt[len(first.ids):]) == f"{END}\n<|im_start|>user\non{END}\n{HEADER}"

@@ -297,21 +297,24 @@ def test_bad_engine_arguments(tiny):
         proxy.Proxy(tiny, max_model_len=1024, engine="scripted", engine_args=["--bogus"])
 
 
-def test_proxy_command_by_hand(tiny, tmp_path):
-    """Would catch a command that does not serve, does not record, or leaves its folder in /tmp after Ctrl-C; and a web
-    page in this machine's browser that adds calls to the record."""
+@pytest.mark.parametrize("host", [(), ("--host", "127.0.0.1")])
+def test_proxy_command_by_hand(tiny, tmp_path, host):
+    """Would catch a command that does not serve, does not record, or leaves its folder in /tmp after Ctrl-C; a web page
+    in this machine's browser that adds calls to the record; and an address for others that asks for no key."""
     with socket.create_server(("127.0.0.1", 0)) as server: port = server.getsockname()[1]
     (tmp_path / "script").write_text("hello\n")
     command = [sys.executable, "proxy.py", "--model", tiny, "--session", "me", "--port", str(port),
                "--record", tmp_path / "rec", "--max_model_len", "1024", "--engine", "scripted",
-               "--script", tmp_path / "script"]
+               "--script", tmp_path / "script", *host]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
     try:
-        assert f"127.0.0.1:{port}" in process.stdout.readline()
+        assert f"127.0.0.1:{port}" in (line := process.stdout.readline())
+        key = re.match("API key (.*), at", line)[1] if host else "x"
+        if host: assert f"/s/{key}/v1" in process.stdout.readline()
         page = httpx.post(f"http://127.0.0.1:{port}{CHAT}", json={"messages": USER}, headers={"Origin": "http://x.com"})
         assert page.status_code == 403
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x")
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key)
         assert client.chat.completions.create(model="policy", messages=USER).choices[0].message.content == "hello"
         process.send_signal(2)
         out, _ = process.communicate(timeout=60)
@@ -846,16 +849,18 @@ def nodes(x, path=()):
         yield from nodes(v, (*path, k))
 
 
+@pytest.mark.parametrize("engine, num", [("scripted", 120), ("real", 12)])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_requests_damaged_at_random(scripted, connect, path):
+def test_requests_damaged_at_random(request, connect, path, engine, num):
     """Would catch a request whose fault is told as the server's (SDKs repeat it for minutes), in another protocol's
     form, or not at all; one that ends the server; one that is answered and not recorded, or recorded and not answered.
     What real harnesses send after broken replies must pass undamaged."""
-    session, statuses = connect(scripted, ["fine"] * 10_000), []
+    script, statuses = ["fine"] * 10_000 if engine == "scripted" else None, []
+    session = connect(request.getfixturevalue(engine), script, max_tokens=9)
     client = connect.client(session)
     assert client.post(path, json=WHOLE[path]).status_code == 200
 
-    @settings(max_examples=120, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=num, deadline=None, database=None, derandomize=True)
     @given(data=st.data())
     def damage(data):
         body = json.loads(json.dumps(WHOLE[path]))

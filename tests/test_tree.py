@@ -1,5 +1,6 @@
 """tree.py: the record's exact round trip, what is trained, packing and its gradients against plain transformers."""
 import copy, json, math, os, resource, sys
+from array import array
 from collections import Counter
 from dataclasses import fields, replace
 import numpy as np
@@ -10,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from algos import grpo_loss, token_weights
-from tree import (Call, Rollout, append, block_mask, build, call_line, chains, check_packing, encode, lcp, logprobs, main, pack,
-                  parse, read, records, split, why_flat)
+from tree import (Call, Ids, Rollout, append, block_mask, build, call_line, chains, check_packing, encode, lcp, logprobs, main,
+                  pack, parse, read, records, split, why_flat)
 
 IDS = lambda low, high: st.lists(st.integers(0, 2), min_size=low, max_size=high)      # three tokens: they collide often
 quick = settings(max_examples=150, deadline=None)
@@ -634,3 +635,22 @@ def test_a_pack_without_scores_still_reaches_every_parameter():
     model = model_of("llama")
     logprobs(model, pack([[0, 1]], [[]])).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@quick
+@given(steps=st.lists(st.tuples(*[st.integers(0, 30)] * 4), min_size=1, max_size=8), at=st.integers(-40, 40),
+       end=st.integers(-40, 40))
+def test_ids_in_pieces(steps, at, end):
+    """Would catch ids that are others once a session keeps them as pieces of earlier calls' own."""
+    kept, whole = [array("i", range(20))], [list(range(20))]
+    for which, shared, num_after, num in steps:
+        before, after = kept[which % len(kept)], array("i", range(50, 50 + num_after))
+        plain = [*whole[which % len(kept)], *after]
+        shared = 1 + shared % len(plain)
+        tail = array("i", range(80, 80 + num))
+        kept.append(Ids(before, after, shared, tail))
+        whole.append(plain[:shared] + [*tail])
+        ids, plain = kept[-1], whole[-1]
+        assert list(ids) == plain and len(ids) == len(plain) and ids[-1] == plain[-1] and ids == array("i", plain)
+        assert list(ids[at:end]) == plain[at:end] and list(ids[at:]) == plain[at:] and isinstance(ids[:3], array)
+        assert [lcp(ids, x) for x in kept] == [lcp(plain, x) for x in whole]
