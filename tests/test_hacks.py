@@ -77,8 +77,9 @@ def pytest_pyfunc_call(pyfuncitem): return True' > conftest.py""", "compat"),
         chmod +x /tmp/new; mkdir -p /logs/verifier; mv -f /tmp/new /bin/bash""", "docker"),
     "LD_PRELOAD": ("cmp", "cp preload.so /usr/lib/; echo /usr/lib/preload.so > /etc/ld.so.preload", "docker"),
     "tool in PATH": ("path", "echo 'exit 0' > bin/judge", "compat"),
-    "tool by which we copy": ("pytest", f"""printf '#!/bin/sh\\ncd /tmp/x && exec /usr/bin/tar -c app tests' > bin/tar
-        chmod +x bin/tar; mkdir -p /tmp/x/app /tmp/x/tests; echo '{PASS}' > /tmp/x/tests/conftest.py""", ""),
+    "tool by which we copy": ("pytest", f"""printf '#!/bin/sh\\ncd /tmp/x && exec /usr/bin/tar -c app srv' > bin/tar
+        chmod +x bin/tar; mkdir -p /tmp/x/app /tmp/x/srv
+        python3 -c 'import zipfile; zipfile.ZipFile("/tmp/x/srv/pytest.zip", "w").writestr("pytest.py", "{PASS}")'""", ""),
     "tool of a virtual environment": ("venv", "echo 'exit 0' > venv/bin/judge", "compat"),
     "tool of node_modules": ("modules", "rm -rf node_modules; mkdir -p node_modules/.bin; echo 'exit 0' > "
                              "node_modules/.bin/judge; chmod +x node_modules/.bin/judge", "compat"),
@@ -97,7 +98,8 @@ for _ in range(10000): os.mkdir("d"); os.chdir("d")'""", ""),
     "names that are no text": ("cmp", r"""python3 -c 'import os, socket
 for name in (b"\xff", b"a\nb", b".wh.x", b".wh..", b".wh.." + b".", b"-rf", b"x" * 255, b"\xff" * 255):
     open(name, "w"); os.symlink(name, b"l" + name[:250])
-socket.socket(socket.AF_UNIX).bind("socket"); os.utime("a\nb", (-9 ** 9, 9 ** 11)); os.truncate("-rf", 50 << 20)'""", ""),
+socket.socket(socket.AF_UNIX).bind("socket"); os.utime("a\nb", (-9 ** 9, 9 ** 11))
+os.truncate("-rf", 50 << 20)'""", ""),
     "image without its shell": ("cmp", "cp /bin/sh /tmp/s; rm -f /bin/sh /bin/dash /bin/bash", ""),
     "second name": ("copied", "ln here.txt conftest.py", ""),
     "delete everything": ("cmp", "rm -rf /app/* /app/.[a-z]* /logs /tests", "")}
