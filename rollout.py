@@ -25,7 +25,8 @@ Outcomes, and what becomes of the reward:
     timeout        the agent's time limit ended it                   the verifier's, of what stood then
     harness_error  the harness ended with another status and without a final answer, or its last request failed
                                                                      the verifier's: exit status is no success signal
-    verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics
+    verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics; of a model 0 if
+                   the oracle has scored 1 in this mode: the cause is what was left
     infra_error    sandbox, image, disk or engine failed             none
     no_calls       the harness never reached the model               none, and a warning
     stale          it outlived `train.py --max_staleness`            none
@@ -40,8 +41,8 @@ too (`train.py --call_rewards`), others 0. N is the call's id, from 0 in order o
 for the verifier /logs/agent/calls.json lists them, [{"id", "kind", "finish", "text": what was sampled}]. A call that
 there is not or a value that is no finite number is a verifier_error. Overlong rollouts are paid for no call; oracle and
 nop have none."""
-import argparse, concurrent.futures, contextlib, functools, hashlib, json, math, multiprocessing, os, re, shlex, \
-    shutil, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
+import argparse, concurrent.futures, contextlib, difflib, functools, hashlib, json, math, multiprocessing, os, re, \
+    shlex, shutil, signal, sys, tempfile, threading, time, tomllib, traceback, uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
@@ -58,8 +59,14 @@ SPENT_S = 10                            # how long a harness may go on when its 
 VERIFY = ("strict", "compat", "history")
 DEFENCES = ("git", "tools", "links", "tamper")
 OUT_OF_TIME = "ran out of time"         # a verifier, in its rollout's detail
+ENGINE_DEAD = "vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why"
 CANARY = re.compile(r"(?i)\A(?:\s*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*(?:\n|\Z))+")      # Harbor leaves it out, too
 MAX_REWARD = 1e15                       # float32 must hold the squares of sums
+READ = {                                # keys of task.toml that are read; [metadata] and [task] are their authors'
+    "": "version schema_version task metadata agent verifier environment solution artifacts source",
+    "agent": "timeout_sec user network_mode", "verifier": "timeout_sec user env network_mode environment_mode",
+    "environment": "build_timeout_sec docker_image os cpus memory_mb storage_mb memory storage gpus gpu_types env "
+                   "workdir allow_internet network_mode", "solution": "env"}
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -77,6 +84,7 @@ class Task:
     users: dict = field(default_factory=dict)       # agent, verifier -> user inside ("" = the image's)
     envs: dict = field(default_factory=dict)        # verifier, solution -> environment variables
     artifacts: tuple = ()               # paths inside that are kept beside the record
+    unread: tuple = ()                  # keys of task.toml that mean nothing here
 
     def solution(self) -> list:
         """The commands of solution/solve.sh, a line each."""
@@ -91,9 +99,10 @@ class Task:
             digest.update(f"{file.relative_to(self.path)} {file.stat().st_size} ".encode() + file.read_bytes())
         return digest.hexdigest()[:32]
 
-    def mode_file(self, kind: str) -> Path:
-        """Where the verify mode that the oracle found is remembered, for this content and kind of sandbox."""
-        return harnesses.cache() / "verify" / f"{self.digest}-{kind}"
+    def mode_file(self, kind: str, proven="") -> Path:
+        """Where the verify mode that the oracle found is remembered, for this content and kind of sandbox; proven: what
+        is there once the oracle has scored 1 in that mode."""
+        return harnesses.cache() / "verify" / "-".join(filter(None, (self.digest, kind, proven)))
 
 
 class Settings(dict):
@@ -106,6 +115,15 @@ class Settings(dict):
         for section in ("agent", "verifier", "environment", "metadata", "solution"):
             if not isinstance(self.setdefault(section, {}), dict):
                 self.wrong(f"{section} is no table", f"write [{section}]")
+
+    def unread(self) -> tuple:
+        """Keys that mean nothing here, each with a known one that it may be a misspelling of."""
+        found = []
+        for section, known in READ.items():
+            for key in sorted((self[section] if section else self).keys() - set(known.split())):
+                near = "".join(f" (is it {x}?)" for x in difflib.get_close_matches(key, known.split(), 1))
+                found.append((f"[{section}] " if section else "") + key + near)
+        return tuple(found)
 
     def wrong(self, what, remedy): raise ValueError(f"task {self.path}: task.toml: {what}; {remedy}")
 
@@ -146,6 +164,8 @@ def refuse_unsupported(toml: Settings):
     if not schema.startswith("1"): toml.wrong(f"schema_version = {schema}", "known is 1.x, leave the task out")
     for what, is_there in {
             "several steps": toml.get("steps"), "[environment] gpus": box.get("gpus"),
+            "[environment] tpu": box.get("tpu"),
+            **{f"[{x}] allowed_hosts": toml[x].get("allowed_hosts") for x in ("environment", "agent", "verifier")},
             "[environment] mcp_servers": box.get("mcp_servers"), "[environment] healthcheck": box.get("healthcheck"),
             f"[environment] os = {box.get('os')}": str(box.get("os", "linux")).lower() != "linux",
             "[verifier.environment]": toml["verifier"].get("environment"),
@@ -197,7 +217,7 @@ def load_task(path: Path, id: str, base_images: dict, internet="refuse") -> Task
                 toml.number("verifier", "timeout_sec", 600), limits, str(toml["metadata"].get("category") or id), mode,
                 {s: str(toml[s].get("user", "")) for s in ("agent", "verifier")},
                 {s: toml.variables(s) for s in ("verifier", "solution")},
-                toml.artifacts())
+                toml.artifacts(), toml.unread())
 
 
 def load_tasks(root: str, base_images: dict = {}, internet="refuse", skip_refused=False) -> list:
@@ -219,6 +239,9 @@ def load_tasks(root: str, base_images: dict = {}, internet="refuse", skip_refuse
         more = f"{len(refused)} of {len(paths)} tasks are refused; --skip_refused goes on without them"
         raise ValueError("\n".join([*refused, more] if len(paths) > 1 else refused))
     if refused: print(*refused, f"{len(refused)} of {len(paths)} tasks are left out", sep="\n", file=sys.stderr)
+    for key in dict.fromkeys(key for task in tasks for key in task.unread):
+        ids = [task.id for task in tasks if key in task.unread]
+        print(f"warning: {key} in task.toml means nothing here: {len(ids)} tasks, first {ids[0]}", file=sys.stderr)
     return tasks
 
 
@@ -258,6 +281,13 @@ mkdir -p /tests /solution /logs/verifier /logs/agent /logs/artifacts; chmod 777 
 # any other, as where processes that are left fill the limit: reward.txt.
 LATER = """cd /logs/verifier; rm -f .now; touch .now
 [ ! reward.txt -nt .now ] && { [ reward.txt -nt reward.json ] || [ reward.json -nt .now ]; }"""
+
+
+def remember(file: Path, text: str):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+    part.write_text(text)
+    part.replace(file)
 
 
 class Runner:
@@ -304,6 +334,7 @@ class Runner:
             tree.append(record, {"type": "rollout", "format": 1, **first})      # a session begins it anew
             with contextlib.ExitStack() as stack:
                 if job.harness not in WITHOUT_MODEL:
+                    if self.proxy.engine.errored: raise sandbox.SandboxError(ENGINE_DEAD)
                     session = self.proxy.open_session(job.id, record, header, temperature=self.temperature,
                                                       script=job.script, **{"replay": replay} | self.options)
                     stack.callback(self.proxy.close_session, session)
@@ -311,18 +342,16 @@ class Runner:
                 for mode in modes:
                     seconds.clear()
                     found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
-                    if (end["reward"] or 0) >= 1: break
+                    if (end["reward"] or 0) < 1: continue
+                    if job.harness == "oracle": remember(job.task.mode_file(self.kind, mode), "")
+                    break
                 else:                                       # none did: the first that came to a verdict
                     mode = next((m for m in modes if found[m]["reward"] is not None), modes[0])
                     end = found[mode]
                 # the oracle looked for the strictest; a time limit says nothing of a mode
                 if len(modes) > 1 and not any(x["outcome"] == "timeout" or OUT_OF_TIME in x["detail"]
                                               for x in found.values()):
-                    file = job.task.mode_file(self.kind)
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
-                    part.write_text(mode if (end["reward"] or 0) >= 1 else "strict")
-                    part.replace(file)
+                    remember(job.task.mode_file(self.kind), mode if (end["reward"] or 0) >= 1 else "strict")
             if session is not None and session.broken:
                 raise sandbox.SandboxError(f"a call is not on record: {session.broken}")
         except Exception as e:
@@ -374,6 +403,9 @@ class Runner:
             if mode == "strict" and box.workdir == "/":
                 return {"outcome": "verifier_error", "reward": None, "detail":
                         "the image has no WORKDIR, so no workspace to carry over: give it one, or say --verify compat"}
+            own_tests = stack.enter_context(tempfile.TemporaryDirectory())      # the image's, before an agent comes
+            if mode != "strict":
+                with contextlib.suppress(FileNotFoundError): box.get("/tests", own_tests)
             took("start")
             stack.enter_context(self.turns)
             self.is_going.wait()
@@ -394,7 +426,7 @@ class Runner:
                 except ValueError as e:                     # too large, or what must not reach the host
                     more.setdefault("artifacts", []).append(str(e))
                     shutil.rmtree(kept) if kept.is_dir() else kept.unlink(missing_ok=True)
-            fresh, problem = self.verifier(job, box, mode, stack, more)
+            fresh, problem = self.verifier(job, box, mode, stack, more, own_tests)
             if problem:
                 problem = f"the workspace cannot be carried over: {problem}"
                 return {"outcome": outcome, "reward": 0., "detail": problem} | more
@@ -402,7 +434,9 @@ class Runner:
             reward, call_rewards, named, problem = self.run_tests(job, session, fresh, log)
             took("verify")
         if named: more["rewards"] = named
-        if problem: return {"outcome": "verifier_error", "reward": None, "detail": problem} | more
+        if problem:     # of a verifier that is known to work, what the agent left is the cause: else it escapes its 0
+            reward = 0. if session and task.mode_file(self.kind, mode).exists() else None
+            return {"outcome": "verifier_error", "reward": reward, "detail": problem} | more
         how = f"exit status {result.exit_code}"
         if result.is_over_disk: how = f"wrote more than {task.limits['disk_mb']} MB"
         detail = "" if outcome == "ok" else f"{how}, the verifier gave {reward:g}"
@@ -438,27 +472,38 @@ class Runner:
         if session: self.proxy.end_session(session)
         if log in self.stale: return None
         if session and self.proxy.engine.errored:
-            raise sandbox.SandboxError("vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why")
+            raise sandbox.SandboxError(ENGINE_DEAD)
         if session and ((session.refused or "").startswith("status 5") or      # 4xx: the request's own fault
                         session.calls and session.calls[-1].finish == "error"):
             raise sandbox.SandboxError(f"the engine failed in the last call: {session.refused or 'it broke off'}")
         return result
 
-    def verifier(self, job: Job, box, mode: str, stack, more: dict) -> tuple:
+    def verifier(self, job: Job, box, mode: str, stack, more: dict, own_tests) -> tuple:
         """-> (the sandbox to verify in, None), and the agent's is removed; or (_, what the agent did against it)."""
-        env = None if mode == "strict" else stack.enter_context(box.snapshot(is_last=True))
-        try: fresh = stack.enter_context(self.make(job, "verify", env))
-        except sandbox.SandboxError as e:
-            if mode == "strict" or not sandbox.IN_THE_WAY.search(str(e)): raise
-            return None, e                                  # of the agent's, where the workspace was
         if mode == "strict":
+            fresh = stack.enter_context(self.make(job, "verify"))
             try: left_out = box.carry(fresh.workdir, fresh, self.off)
             except (FileNotFoundError, ValueError) as e: return fresh, e
             if left_out: more |= {"left_out": left_out[:20], "num_left_out": len(left_out)}
-        elif fresh.exec(["sh", "-c", CLEAN], user="root", timeout_s=600).exit_code:
-            return fresh, "/tests, /solution and /logs cannot be emptied of what the agent left there"
+        else:
+            try: fresh, code = self.heir(job, box, stack)
+            except sandbox.SandboxError:
+                if self.kind != "docker": raise
+                box.freeze()                                # raises where it is gone, the next line where Docker is
+                with self.make(job, "probe") as probe, probe.snapshot(): probe.exec(["true"])
+                try: fresh, code = self.heir(job, box, stack)
+                except sandbox.SandboxError as e: return None, e        # no shell, a file in a folder's place, ...
+            if code: return fresh, "/tests, /solution and /logs cannot be emptied of what the agent left there"
+            if os.listdir(own_tests): fresh.put(own_tests, "/tests")
         box.stop()
+        fresh.disk_mb += min(fresh.disk_mb, fresh._used_bytes() >> 20)      # the tests have room of their own
         return fresh, None
+
+    def heir(self, job: Job, box, stack) -> tuple:
+        """-> a sandbox of all that the agent left but what is in the verifier's way, exit status of that cleaning."""
+        env = stack.enter_context(box.snapshot(is_last=True))
+        fresh = stack.enter_context(self.make(job, "verify", env))
+        return fresh, fresh.exec(["sh", "-c", CLEAN], user="root", timeout_s=600).exit_code
 
     def run_tests(self, job: Job, session, box, log: Path) -> tuple:
         """Runs the task's tests -> what read_reward tells"""
@@ -583,7 +628,7 @@ def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
                            "--reward_weights NAME=WEIGHT,...")
                 if weights: break
                 continue
-            except (ValueError, TypeError, AttributeError, OverflowError): reward = math.nan
+            except (ValueError, TypeError, AttributeError, OverflowError, RecursionError): reward = math.nan
             if not abs(reward) < MAX_REWARD:
                 return None, None, {}, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; {needs}"
             try: return reward, pay_calls(text, num_calls) if name == "reward.json" else None, named, None
@@ -828,6 +873,19 @@ def prebuild(tasks: list, num_parallel: int) -> int:
     return 1 if problems else 0
 
 
+def run_on_engines(runner, make_proxy, jobs: list, out: Path, what: str) -> list:
+    """Rollouts of all jobs; what vLLM's engine leaves undone when it dies is run by another one, while that helps."""
+    done, num_lost = runner.run_all(jobs, out, what), math.inf
+    is_lost = lambda r: r.outcome == "infra_error"
+    while runner.proxy is not None and runner.proxy.engine.errored and 0 < (num := sum(map(is_lost, done))) < num_lost:
+        print(f"vLLM's engine died; another one takes over, {num} rollouts are run again", file=sys.stderr)
+        runner.proxy.close()
+        runner.proxy, num_lost = make_proxy(), num
+        again = iter(runner.run_all([job for job, r in zip(jobs, done) if is_lost(r)], out, what))
+        done = [next(again) if is_lost(r) else r for r in done]
+    return done
+
+
 def main(args):
     if "compare" in args: return compare_folders(args)
     kind = sandbox.choose("docker" if args.prebuild else args.sandbox)
@@ -846,25 +904,28 @@ def main(args):
         if record.exists():
             raise FileExistsError(f"--out {args.out}: {record.name} is there already; name another folder or remove it")
     sandbox.reap()
-    proxy, model, run_id = None, "", uuid.uuid4().hex[:12]
+    run_id = uuid.uuid4().hex[:12]
+    runner = Runner(None, kind, run_id, model=args.model, num_parallel=args.num_parallel,
+                    num_warm=args.num_warm, verify=args.verify, off=args.off, reward_weights=args.reward_weights,
+                    temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
+                    max_rollout_tokens=args.max_rollout_tokens, openclaw_stable=args.openclaw_stable)
     try:
+        make_proxy = None
         if set(names) - set(WITHOUT_MODEL):
             import proxy as boundary
             model = boundary.resolve_model(args.model, args.max_model_len)
-            proxy = boundary.Proxy(model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft,
-                                   engine_args=shlex.split(args.engine_args))
-        runner = Runner(proxy, kind, run_id, model=args.model, num_parallel=args.num_parallel,
-                        num_warm=args.num_warm, verify=args.verify, off=args.off, reward_weights=args.reward_weights,
-                        temperature=args.temperature, max_tokens=args.max_tokens, max_calls=args.max_calls,
-                        max_rollout_tokens=args.max_rollout_tokens, openclaw_stable=args.openclaw_stable)
+            make_proxy = functools.partial(
+                boundary.Proxy, model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft,
+                engine_args=shlex.split(args.engine_args))
+            runner.proxy = make_proxy()
         rollouts = []                                       # the oracle first: it finds how the others are verified
         for is_oracle, part in groupby(jobs, key=lambda job: job.harness == "oracle"):
             what = "oracle" if is_oracle else ",".join(n for n in names if n != "oracle")
-            rollouts += runner.run_all(list(part), Path(args.out), f"{what} in {kind}")
+            rollouts += run_on_engines(runner, make_proxy, list(part), Path(args.out), f"{what} in {kind}")
     finally:
-        if proxy is not None: proxy.close()
+        if runner.proxy is not None: runner.proxy.close()
         sandbox.reap(run_id)
-    status = 0
+    status = int(any(ENGINE_DEAD in r.detail for r in rollouts))
     for name in names:
         mine = [(job, r) for job, r in zip(jobs, rollouts) if r.harness == name]
         s = summary([r for _, r in mine])

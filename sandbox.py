@@ -14,9 +14,9 @@ workspace that reaches the verifier without what would run there before the test
 a SandboxError; removal of all that a dead run left, whatever killed it; a daemon that dies or restarts (what runs then
 fails with a SandboxError, what starts waits 30 s for it); tasks of FROM, WORKDIR, COPY and ENV lines without an image
 build, alike on both.
-Not covered: kernel exploits; disk use between two looks, 2 s apart; a daemon that hangs instead of failing; side
-channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; tests that themselves run the agent's code in
-their own process or under their own user.
+Not covered: kernel exploits; disk use between two looks, 2 s apart, and by files that are deleted and still open; a
+daemon that hangs instead of failing; side channels (load, /proc/cpuinfo); Dockerfiles that only BuildKit builds; tests
+that themselves run the agent's code in their own process or under their own user.
 Docker, further: an exec fails (126) while background processes fill the process limit; `kill()` ends them. `internet`:
 a bridge of the run's own without traffic between sandboxes; the host's ports can then be reached at its gateway. Where
 the containers' files cannot be looked at (by an ordinary user, on another machine, in containerd's store) the disk
@@ -30,8 +30,8 @@ limited per process; processes run as an ordinary user, not root, on a read-only
 folders given to `put`); background processes end with their exec; for an ordinary user on the host the process limit
 holds per exec, not per sandbox.
 """
-import contextlib, dataclasses, fcntl, functools, hashlib, io, itertools, os, posixpath, re, resource, select, shlex, \
-    shutil, signal, socket, stat, subprocess, sys, tarfile, tempfile, threading, time, uuid
+import contextlib, dataclasses, errno, fcntl, functools, hashlib, io, itertools, os, posixpath, re, resource, select, \
+    shlex, shutil, signal, socket, stat, subprocess, sys, tarfile, tempfile, threading, time, types, uuid
 from pathlib import Path
 
 import docker, requests, urllib3
@@ -59,7 +59,7 @@ class Environment:
     base: str                           # image name; bubblewrap: a root folder, or of debian, ubuntu, harness-rl/base
                                         # (any tag) and "host" the host's own /usr
     workdir: str = ""                   # "" = the image's own
-    copies: list = dataclasses.field(default_factory=list)        # [(host path, inside path)], put in at start
+    copies: list = dataclasses.field(default_factory=list)        # [(host path, path inside, else below the workdir)]
     folders: tuple = ("/logs/agent", "/logs/artifacts")           # made at start, for any user
     env: dict = dataclasses.field(default_factory=dict)
     dockerfile: Path | None = None      # folder of a Dockerfile that must be built, None = `base` serves as it is
@@ -94,6 +94,8 @@ def environment(task_dir, base_images=None, docker_image=None):
     env = Environment("", base_images=base_images, task=Path(task_dir).name)
     if docker_image:
         env.base = base_images.get(docker_image, docker_image)
+        if not (folder / "Dockerfile").exists() and folder.is_dir():     # its files go into the workdir, as Harbor's do
+            env.copies = [(path, path.name) for path, _ in _copies(folder, [*sorted(os.listdir(folder)), "./"], "/")]
         return env
     text = re.sub(r"(?m)^\s*#.*$", "", (folder / "Dockerfile").read_text())
     lines = [line.strip() for line in re.sub(r"\\[ \t]*\n\s*", " ", text).splitlines() if line.strip()]
@@ -248,11 +250,15 @@ class Sandbox:
             os.chmod(self.socket, 0o666)   # the user inside is another one; on the host its folder guards the socket
         try:
             with _faults(f"start {self.name}"): self._start()
-            self._put(self.env.copies, self.env.folders)
+            self._put(self._placed(), self.env.folders)
             self.started_s = time.time()
         except BaseException as error:
             self.__exit__(type(error))
             raise
+
+    def _placed(self):
+        """The task's copies, by their paths from / on."""
+        return [(host, posixpath.normpath(posixpath.join(self.workdir, inside))) for host, inside in self.env.copies]
 
     def exec(self, argv, *, env=None, cwd=None, timeout_s=None, log=None, user="", clock=time.monotonic):
         """Run a command to its end. At the time limit, or past the disk limit, every process in the sandbox is killed;
@@ -352,13 +358,14 @@ class Sandbox:
         """Make a folder of another sandbox, fresh from the image, equal to this one's; nothing is unpacked on the host.
         Raises as `get` does, and for what workspace.py refuses; `off`: its defences that are not wanted. Returns the
         names that were left out and that are not the image's."""
-        with _faults(f"carry {inside} from {self.name}"), self._get(inside) as archive:
+        what = f"{inside} in {self.name}"
+        kept, links, python, (own_bytes, own_files) = other._clear(inside, off)     # own: not counted
+        with _faults(f"carry {inside} from {self.name}"), self._get(inside, GET_BYTES + own_bytes) as archive:
             tar = tarfile.open(fileobj=archive)
             if not posixpath.basename(inside) or not tar.next().isdir():
-                raise ValueError(f"{inside} in {self.name} is not carried over: it is no folder of its own")
-            kept, links, taken = other._clear(inside, off)
+                raise ValueError(f"{what} is not carried over: it is no folder of its own")
             members, left_out = workspace.choose(
-                _members(tar, f"{inside} in {self.name}"), inside, kept, links, off, taken)
+                _members(tar, what, GET_FILES + own_files), inside, kept, links, off, python)
             with tempfile.TemporaryFile() as chosen:
                 with tarfile.open(fileobj=chosen, mode="w") as new:
                     for member in members:
@@ -418,22 +425,24 @@ def _drain(chunks, log):
     return tail.decode(errors="replace")
 
 
-def _spool(chunks, what):
-    """A temporary file of the chunks; ValueError past GET_BYTES."""
+def _spool(chunks, what, max_bytes):
+    """A temporary file of the chunks; ValueError past max_bytes."""
     file = tempfile.TemporaryFile(buffering=0)   # its descriptor goes to tar
     for chunk in chunks:
         file.write(chunk)
-        if file.tell() > GET_BYTES:
-            raise ValueError(f"{what} is not copied to the host: more than {GET_BYTES >> 20} MB")
+        if file.tell() > max_bytes:
+            raise ValueError(f"{what} is not copied to the host: more than {max_bytes >> 20} MB")
     file.seek(0)
     return file
 
 
-def _members(tar, what):
-    """The members of an archive that came out of a sandbox; ValueError past GET_FILES: each costs a kilobyte here."""
+def _members(tar, what, max_files=None):
+    """The members of an archive that came out of a sandbox; ValueError past GET_FILES: each costs a kilobyte here, and
+    for what lies too deep to be unpacked."""
     for number, member in enumerate(tar):
-        if number >= GET_FILES:
-            raise ValueError(f"{what} is not copied: more than {GET_FILES} files and folders")
+        if len(os.fsencode(member.name)) > 4000: raise ValueError(f"{what} is not copied: it is too deep")
+        if number >= (max_files or GET_FILES):
+            raise ValueError(f"{what} is not copied: more than {max_files or GET_FILES} files and folders")
         yield member
     tar.fileobj.seek(tar.offset)   # tarfile takes anything for the end
     if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE): raise SandboxError(f"{what} came incomplete")
@@ -621,14 +630,14 @@ class Docker(Sandbox):
     def _unpack(self, archive, parent):
         _client().api.put_archive(self.container, parent, archive)
 
-    def _get(self, inside):
+    def _get(self, inside, max_bytes=None):
         try:
             chunks, _ = _client().api.get_archive(self.container, inside)
         except docker.errors.APIError as error:
             if not (isinstance(error, docker.errors.NotFound) or IN_THE_WAY.search(str(error))): raise
             _client().api.inspect_container(self.container)   # where all of it is gone, that is a fault of ours
             raise FileNotFoundError(f"{inside} is not there in {self.name}") from error
-        return _spool(chunks, f"{inside} in {self.name}")
+        return _spool(chunks, f"{inside} in {self.name}", max_bytes or GET_BYTES)
 
 
 RELAY = [*harnesses.PYTHON, f"{harnesses.PATHS['code']}/relay.py", SOCKET]
@@ -737,20 +746,24 @@ def _context(env):
 # ---- bubblewrap ----
 
 WRITABLE = ("/tmp", "/var/tmp", "/root", "/home", "/logs", "/tests", "/solution")
+TOO_DEEP = types.SimpleNamespace(st_blocks=1 << 50, st_ctime=0, st_mode=stat.S_IFDIR)
 DEFAULTS = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
 FIXED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/run", "/sys")
 ETC = ("alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "localtime", "os-release", "services")
 
 
 def _below(folder):
-    """(path, stat) of all below a folder, however deep; what vanishes meanwhile is left out."""
+    """(path, stat) of all below a folder; what vanishes meanwhile is left out. What lies too deep to be looked at
+    counts as endless: an agent could hide gigabytes there."""
     folders = [folder]
     while folders:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
-                with contextlib.suppress(OSError):
+                try:
                     if entry.is_dir(follow_symlinks=False): folders.append(entry.path)
                     yield entry.path, entry.stat(follow_symlinks=False)
+                except OSError as error:
+                    if error.errno == errno.ENAMETOOLONG: yield entry.path, TOO_DEEP
 
 
 def _remove_folder(folder):
@@ -824,7 +837,7 @@ class Bubblewrap(Sandbox):
         self.folder = _make_folder(self.run_id)
         # as root: a user id that is unique while the folder lives
         self.uid = os.geteuid() or (1 << 30) + self.folder.stat().st_ino % (1 << 30)
-        self._mount([*WRITABLE, self.workdir, *_folders(self.env.copies)])
+        self._mount([*WRITABLE, self.workdir, *_folders(self._placed())])
         for name, text in {"passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{self.uid}:{self.uid}::/root:/bin/bash\n",
                            "group": f"root:x:0:\nagent:x:{self.uid}:\n", "hosts": "127.0.0.1 localhost sandbox\n",
                            "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n"}.items():
@@ -891,7 +904,9 @@ class Bubblewrap(Sandbox):
     def _run(self, argv, env, cwd, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, user=""):
         with self.lock:   # nothing starts once stop() has run
             if not self.folder: raise SandboxError(f"{self.name} is stopped")
-            process = subprocess.Popen(self._bwrap(cwd, DEFAULTS | self.env.env | env) + argv, env={}, stdin=stdin,
+            # None: a command of ours, which the task's PATH must not lead to one that the agent has put there
+            env = DEFAULTS if env is None else DEFAULTS | self.env.env | env
+            process = subprocess.Popen(self._bwrap(cwd, env) + argv, env={}, stdin=stdin,
                                        stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
             self.running = [p for p in self.running if p.poll() is None] + [process]
 
@@ -962,10 +977,10 @@ class Bubblewrap(Sandbox):
             os.chown(path, self.uid, -1)
         super()._put(copies)
 
-    def _tar(self, inside, words, **pipes):
+    def _tar(self, inside, words, max_bytes=None, **pipes):
         """(exit code, output) of tar, run inside as the user there: a link made there leads nowhere on the host."""
-        chunks, poll = self._run(["tar", *words], {}, "/", **pipes)
-        output = _spool(chunks, f"{inside} in {self.name}")
+        chunks, poll = self._run(["tar", *words], None, "/", **pipes)
+        output = _spool(chunks, f"{inside} in {self.name}", max_bytes or GET_BYTES)
         while (code := poll()) is None: time.sleep(0.001)
         return code, output
 
@@ -973,9 +988,9 @@ class Bubblewrap(Sandbox):
         code, output = self._tar(parent, ["-xp", "--no-overwrite-dir", "-C", parent], stdin=archive)
         if code: raise SandboxError(f"put into {self.name}: {output.read(1000).decode(errors='replace')}")
 
-    def _get(self, inside):
+    def _get(self, inside, max_bytes=None):
         parent, name = posixpath.split(inside.rstrip("/"))
-        code, archive = self._tar(inside, ["-c", "-C", parent, "--", name], stderr=subprocess.DEVNULL)
+        code, archive = self._tar(inside, ["-c", "-C", parent, "--", name], max_bytes, stderr=subprocess.DEVNULL)
         if code not in (0, 1, 2): raise SandboxError(f"get {inside} from {self.name}: tar was killed ({code})")
         if not archive.read(tarfile.BLOCKSIZE).strip(b"\0"):
             if code == 1: raise SandboxError(f"get {inside} from {self.name}: bwrap failed")    # of tar it is 2

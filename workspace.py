@@ -3,25 +3,33 @@
 Defences, by the names that --off takes away:
 git    .git is the image's, not the agent's: its history, without hooks and settings that run commands; of a repository
        that the agent made, hooks and settings are left out
-tools  what the image holds of PATH folders, virtual environments and node_modules stays, and nothing else comes there;
-       files that Python or pytest would load unasked (AUTOLOADED, a user's site-packages, new modules at the top of the
-       names of others that the image's python3 knows) are left out
+tools  what the image holds of PATH and LD_LIBRARY_PATH folders, virtual environments and node_modules stays, and
+       nothing else comes there; files that Python, pytest, uv, shells or curl would load unasked (AUTOLOADED, AT_HOME,
+       a user's site-packages; at the top and in PYTHONPATH's folders new modules of the names of others that the
+       image's python3 knows) are left out
 links  ValueError for setuid files, devices, fifos and symbolic links out of the workspace, but for the image's and
        those into SHARED
-Not covered: settings of pytest in the workspace's tox.ini, setup.cfg and pyproject.toml, which rule tests that are run
-inside it; whatever else tests load from the workspace.
+Not covered: settings of pytest and uv in the workspace's tox.ini, setup.cfg and pyproject.toml, which rule tests that
+are run inside it; whatever else tests load from the workspace.
 """
-import posixpath, re, sys
+import copy, posixpath, re, sys
 
 # sh -c CLEAR FOLDER DEEP WORDS...: empties FOLDER but for what find's WORDS match and, where DEEP is not empty, PATH's
 # folders and virtual environments in it. Prints, each ended by NUL, the paths that stay (PATH's, even where there are
-# none yet), "M<name>" of modules that python3 knows from elsewhere, "T<name>" of what is at the top, and
-# "L<path>\n<target>" of links that do not stay. Makes /logs/verifier, for any user.
+# none yet), "M<name>" of modules that python3 knows from elsewhere, "P<folder/>" of where it looks for others ("" is
+# the top), "T<path>" of files there that can be modules, "L<path>\n<target>" of links that do not stay, and
+# "S<bytes> <number>" of what the folder held. Makes /logs/verifier, for any user.
 CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
 cd "$0" 2> /dev/null || exit 0
 is_deep=$1; shift
+printf 'S%s\0' "$(find . -printf '%s\n' 2> /dev/null | awk '{ n += $1 + 1024 } END { printf "%.0f %d", n, NR }')"
 [ -z "$is_deep" ] || {
-    find . -mindepth 1 -maxdepth 1 -printf 'T%P\0' | head -c 8000
+    IFS=:; for top in "$0" $PYTHONPATH; do
+        case $top in /*) ;; *) top=$0/$top ;; esac; top=${top%/}/
+        case $top in "$0"/*) top=${top#"$0/"}; printf 'P%s\0' "$top"
+            find "./$top" -mindepth 1 -maxdepth 2 ! -type d \( -name '__init__.*' -o ! -path "./$top*/*" \) \
+                -printf "T$top%P\\0" 2> /dev/null | head -c 8000 ;; esac
+    done
     (cd / && python3 -c '
 import pkgutil, sys
 place = lambda f: str(getattr(f, "path", "") or getattr(f, "archive", ""))
@@ -30,7 +38,7 @@ print("".join("M%s\0" % name for name in sorted(known - set(getattr(sys, "stdlib
 ' "$0" 2> /dev/null | head -c 16000)
     IFS='
 '; for file in $(find . -mindepth 2 -name pyvenv.cfg); do set -- "$@" -o -path "${file%/*}"; done
-    IFS=:; for folder in $PATH; do folder=${folder%/}
+    IFS=:; for folder in $PATH $LD_LIBRARY_PATH $LD_PRELOAD $BASH_ENV; do folder=${folder%/}
         case $folder in "$0"/?*) printf '.%s\0' "${folder#"$0"}"; set -- "$@" -o -path ".${folder#"$0"}" ;; esac
     done
 }
@@ -38,7 +46,10 @@ find . -mindepth 1 \( "$@" \) -prune -o -type l -printf 'L%P\n%l\0' 2> /dev/null
 find . -mindepth 1 \( "$@" \) -prune -print0 -o ! -type d -exec rm -f {} + || exit 1
 find . -mindepth 1 \( "$@" \) -prune -o -type d -print0 | sort -rz | xargs -0 rmdir 2> /dev/null
 exit 0"""
-AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini", ".pytest.ini", "entry_points.txt"}
+AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini", ".pytest.ini", "entry_points.txt",
+              "uv.toml"}
+AT_HOME = (".bashrc", ".bash_profile", ".bash_login", ".profile", ".zshenv", ".curlrc", ".wgetrc", ".pydistutils.cfg",
+           ".pip", ".config/pip", ".config/uv")              # where the workspace is a user's home
 MODULES = {*sys.stdlib_module_names, "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments",
            "sitecustomize", "usercustomize"}
 SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: a link there reveals nothing
@@ -74,61 +85,85 @@ IFS='
 def kept_by(off):
     """Words for CLEAR: what of the image's stays under the defences that are on."""
     names = (() if "git" in off else (".git",)) + (() if "tools" in off else ("node_modules", *AUTOLOADED))
-    return ["-name", "", *(word for name in names for word in ("-o", "-name", name))]
+    at_home = () if "tools" in off else AT_HOME
+    return ["-name", "", *(word for name in names for word in ("-o", "-name", name)),
+            *(word for name in at_home for word in ("-o", "-path", f"./{name}"))]
 
 
 def heard(text):
-    """What CLEAR printed -> names that stay, {name of a link: where it leads}, names of modules that no new file at the
-    top may take."""
+    """What CLEAR printed -> names that stay, {name of a link: where it leads}, what `is_loaded` knows of the image's
+    Python, bytes and number of files that the folder held."""
     found = text.split("\0")
     told = lambda mark: [x.removeprefix(mark) for x in found if x.startswith(mark)]
-    own = {name.partition(".")[0] for name in told("T")}
-    return set(told("./")), dict(x.split("\n", 1) for x in told("L")), MODULES.union(told("M")) - own
+    sizes = [int(x) for word in told("S") for x in word.split()] or [0, 0]
+    python = (told("P") or [""], MODULES.union(told("M")), set(told("T")))
+    return set(told("./")), dict(x.split("\n", 1) for x in told("L")), python, sizes
 
 
-def is_loaded(name, parts, is_link, taken):
-    """Would Python or pytest load a file of this name, or what a link of it leads to, before any test?"""
+def is_loaded(name, parts, is_link, python):
+    """Would Python, pytest, uv, a shell or curl load a file of this name, or what a link of it leads to, unasked?
+    python: folders/ where it looks for modules, names of those that it knows, the image's own files there."""
     if AUTOLOADED.intersection(parts) or parts[:2] == [".local", "lib"]: return True
+    if not {parts[0], "/".join(parts[:2])}.isdisjoint(AT_HOME): return True
     if name.endswith(".pth") and "site-packages" in parts: return True
-    if parts[0].partition(".")[0] not in taken: return False
-    if parts[1:]: return len(parts) == 2 and parts[1].startswith("__init__.")
-    return is_link or name.endswith((".py", ".pyc", ".so"))
+    tops, known, own = python
+    for top in tops if name not in own else ():
+        inner = name.removeprefix(top).split("/")
+        if not name.startswith(top) or inner[0].partition(".")[0] not in known: continue
+        if inner[1:]: return len(inner) == 2 and inner[1].startswith("__init__.")
+        return is_link or name.endswith((".py", ".pyc", ".so"))
+    return False
 
 
-def is_git_setting(name, parts, is_folder):
-    """A file by which a repository that is not the image's could run commands?"""
+def is_git_setting(name, parts, is_folder, bare):
+    """A file by which a repository that is not the image's could run commands? bare: folders that git would take for
+    one, whatever their names."""
     if name in (".gitconfig", ".config/git/config"): return True
-    if ".git" not in name: return False
     if parts[-1] == ".git": return not is_folder            # leads to a repository elsewhere
+    if "/".join(parts[:-1]) in bare and parts[-1] == "config": return True
+    if "hooks" in parts and "/".join(parts[:parts.index("hooks")]) in bare: return True
+    if ".git" not in name: return False
     start = next((i for i, part in enumerate(parts[:-1], 1) if part.endswith(".git")), None)
     inner = parts[start:] if start else [""]
     return inner[0] == "hooks" and len(inner) > 1 or inner[-1] in ("config", "config.worktree")
 
 
-def choose(members, inside, kept, links, off, taken=MODULES):
-    """members: of an archive of the folder `inside`, as the agent left it; kept, links, taken: what `heard` tells ->
+def choose(members, inside, kept, links, off, python=((), (), ())):
+    """members: of an archive of the folder `inside`, as the agent left it; kept, links, python: what `heard` tells ->
     (those that are carried over, names left out). ValueError: one may not be."""
     chosen, left_out, depth = [], [], max((name.count("/") + 1 for name in kept), default=0)
     above = {"/".join(name.split("/")[:i]) for name in kept for i in range(1, name.count("/") + 1)}
-    for member in members:
+    members = {member.name: member for member in members}
+    bare = {folder.partition("/")[2] for folder in map(posixpath.dirname, members)
+            if f"{folder}/HEAD" in members and f"{folder}/objects" in members}
+    carried = {}                                        # file of the archive -> name under which its content comes over
+    for member in members.values():
         name = member.name.partition("/")[2] or "."     # within the folder, which the archive names first
-        parts = name.split("/")
+        parts, origin = name.split("/"), member.linkname if member.islnk() else member.name
+        if member.islnk() and origin not in carried:    # a second name of what is left out, or of a link: judged anew
+            member = renamed(members[origin], "name", member.name)
         if not kept.isdisjoint("/".join(parts[:i + 1]) for i in range(min(len(parts), depth))): continue
         if "tools" not in off and "__pycache__" in parts: continue      # may hold another program than its source
         if name in above and not member.isdir():
             raise ValueError(f"{name} is not carried over: the image has a folder there, some of which stays")
-        if ("tools" not in off and is_loaded(name, parts, member.issym(), taken)
-                or "git" not in off and is_git_setting(name, parts, member.isdir())):
+        if ("tools" not in off and is_loaded(name, parts, member.issym(), python)
+                or "git" not in off and is_git_setting(name, parts, member.isdir(), bare)):
             left_out.append(name)
             continue
         is_image_s = member.issym() and links.get(name) == member.linkname
         if "links" not in off and not is_image_s and (problem := refused(member, inside)):
             raise ValueError(f"{name} is not carried over: {problem}")
+        if member.islnk(): member = renamed(member, "linkname", carried[origin])
+        elif member.isreg(): carried[origin] = member.name
         chosen.append(member)
-    whole = {member.name for member in chosen}
-    if lost := [m.name for m in chosen if m.islnk() and m.linkname not in whole]:
-        raise ValueError(f"{lost[0]} is not carried over: a second name of a file left out")
     return chosen, left_out
+
+
+def renamed(member, key, name):
+    member = copy.copy(member)
+    member.pax_headers = {}                             # they would tell the old name
+    setattr(member, key, name)
+    return member
 
 
 def refused(member, inside):

@@ -18,10 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from docker.errors import APIError
 
-from conftest import ROOT, make_task
+from conftest import ENGINE, ROOT, make_task
 import rollout
 import sandbox
 import tree
@@ -382,6 +383,19 @@ def test_canaries_are_not_instructions(tmp_path, text, told):
     assert load_task(make_task(tmp_path / "t", instruction=text), "t", {}).instruction == told
 
 
+def test_keys_that_mean_nothing_are_told(tmp_path, capsys):
+    """Would catch a limit or a ban that is misspelt and so is none, and a task refused for its author's own notes."""
+    notes = "[metadata]\nanything = 1\n[task]\nname = 'a/b'\n"
+    for i in range(2): make_task(tmp_path / f"set/t{i}", toml=f"""enviroment = {{}}\n{notes}[agent]\ntimeout_secs = 9
+[environment]\nalow_internet = false\nskills_dir = "/x"\n""")
+    make_task(tmp_path / "set/u", toml=f"source = 'x'\n{notes}[verifier]\ntimeout_sec = 9\n[environment]\ncpus = 2")
+    assert len(load_tasks(tmp_path / "set")) == 3
+    told = capsys.readouterr().err
+    assert all(x in told for x in ("timeout_secs (is it timeout_sec?)", "alow_internet (is it allow_internet?)",
+                                   "enviroment (is it environment?)", "[environment] skills_dir in task.toml"))
+    assert told.count("\n") == 4 and told.count("2 tasks, first set/t0") == 4
+
+
 def test_public_sets_as_they_are(tmp_path, bubblewrap, monkeypatch, capsys):
     """Would catch what only tasks of others meet: scripts in another language, a guard's reward.txt before the tests'
     reward.json, a version of the author's own, folders of logs that are taken for granted, a task within a task, one
@@ -506,6 +520,47 @@ def test_a_slow_verifier_makes_no_task_lax(tmp_path, bubblewrap, monkeypatch):
     task = load_task(folder, "slow", BASE)
     done = Runner(None, bubblewrap, "test-slow").run(Job(task, "oracle"), tmp_path)
     assert (done.reward, done.verify) == (1, "compat") and not task.mode_file(bubblewrap).exists()
+
+
+@pytest.mark.parametrize("break_it", ["sleep 60", "exit 3", f"echo nonsense {REWARD}; exit"])
+def test_breaking_a_verifier_that_works_is_no_way_out(scripted, tmp_path, bubblewrap, monkeypatch, break_it):
+    """Would catch an agent that escapes its 0 by files over which the verifier hangs or falls, and a verifier that
+    nobody has seen to work held against the policy."""
+    monkeypatch.setenv("HARNESS_RL_CACHE", os.environ.get("HARNESS_RL_CACHE") or str(Path.home() / ".cache/harness-rl"))
+    folder = make_task(tmp_path / "t", solution="echo right > f", toml="[verifier]\ntimeout_sec = 2", test=(
+        f"if [ $(cat f) = right ]; then echo 1 {REWARD}; else {break_it}; fi"))
+    task, runner = load_task(folder, "t", BASE), Runner(scripted, bubblewrap, "test-broken", model="tiny")
+    proof = task.mode_file(bubblewrap, "strict")
+    for file in (proof, task.mode_file(bubblewrap)): file.unlink(missing_ok=True)
+    fall = lambda i: runner.run(Job(task, "bash", i, script=("echo wrong > f", "DONE")), tmp_path / "out")
+    assert ((done := fall(0)).outcome, done.reward) == ("verifier_error", None)
+    assert runner.run(Job(task, "oracle"), tmp_path / "out").reward == 1 and proof.exists()
+    assert ((done := fall(1)).outcome, done.reward) == ("verifier_error", 0)
+    assert runner.run(Job(task, "nop"), tmp_path / "out").reward is None, "nop is asked whether the task is right"
+    for file in (proof, task.mode_file(bubblewrap)): file.unlink()
+
+
+@pytest.mark.parametrize("where", ["bubblewrap", "docker"])
+def test_the_verifier_has_room_of_its_own(tmp_path, request, where):
+    """Would catch a workspace within its disk limit that leaves the tests too little of theirs: a right solution loses
+    its reward, and a wrong one its 0."""
+    folder = make_task(tmp_path / "t", solution="head -c 50M /dev/zero > f", toml="[environment]\nstorage_mb = 64",
+                       test=f"head -c 30M /dev/zero > g; sleep 5; [ -s f ] && echo 1 {REWARD}")
+    for mode in ("strict", "compat"):
+        runner = Runner(None, request.getfixturevalue(where), "test-room", verify=mode)
+        done = runner.run(Job(load_task(folder, "t", BASE), "oracle"), tmp_path / mode)
+        assert (done.outcome, done.reward) == ("ok", 1), (mode, done)
+
+
+def test_the_image_s_own_tests_stay(tmp_path, docker):
+    """Would catch a folder /tests of the image that a laxer verification deletes with what the agent left in it."""
+    folder = make_task(tmp_path / "t", solution="rm -rf /tests; mkdir /tests; echo mine > /tests/data; touch /tests/more",
+                       test=f"[ $(cat /tests/data) = image ] && [ ! -e /tests/more ] && echo 1 {REWARD}",
+                       dockerfile="COPY files/data /tests/data\n")
+    (folder / "environment/files/data").write_text("image")
+    for mode in ("strict", "compat"):
+        done = Runner(None, docker, "test-own", verify=mode).run(Job(load_task(folder, "t", BASE), "oracle"), tmp_path)
+        assert (done.outcome, done.reward) == ("ok", 1), (mode, done)
 
 
 def test_a_record_that_cannot_be_ended_is_an_infra_error(run, monkeypatch, capsys):
@@ -648,6 +703,71 @@ def test_random_kills(scripted, tmp_path, request, num, where):
         if job.sample in hit: assert r.reward in (0, right, None) and "carried over" not in r.detail, r
         else: assert (r.outcome, r.reward) == ("ok", right), r
     assert not sandbox.reap(runner.run_id) and not scripted.sessions
+
+
+def certain_model(folder, tiny):
+    """The tiny model, made to say DONE to anything: of each token of the chain its head knows the next."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+    model, tokenizer = LlamaForCausalLM.from_pretrained(tiny, tie_word_embeddings=False), AutoTokenizer.from_pretrained(tiny)
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    chain = [encode("<|im_start|>assistant\n")[-1], *encode("DONE"), tokenizer.eos_token_id]
+    with torch.no_grad():
+        for layer in model.model.layers: layer.self_attn.o_proj.weight.zero_(), layer.mlp.down_proj.weight.zero_()
+        known = model.model.norm(model.model.embed_tokens.weight[chain[:-1]])
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.model.embed_tokens.weight))
+        model.lm_head.weight[chain[1:]] = known
+    model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class Mortal(Killer):
+    """Kills vLLM's engine, too, when so many rollouts have begun."""
+    def __init__(self, *args, deaths, **options):
+        super().__init__(*args, **options)
+        self.deaths, self.begun = list(deaths), itertools.count(1)
+
+    def run(self, job, out, replay=None):
+        if next(self.begun) in self.deaths:
+            self.killers.append(threading.Timer(self.draw.uniform(0, 1), self.kill_engine))
+            self.killers[-1].start()
+        return super().run(job, out, replay)
+
+    def kill_engine(self):
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "EngineCore" in process.name() + "".join(process.cmdline()): process.kill()
+
+
+@pytest.mark.parametrize("num, deaths, where", [(24, [16], "bubblewrap"), *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (500, [100, 300, 450], "bubblewrap"), (60, [30], "docker")))])
+def test_random_kills_of_the_engine_too(tiny, tmp_path, request, num, deaths, where):
+    """Would catch an engine that dies and leaves all later rollouts without a reward, harnesses that ask a dead one for
+    minutes, one that is replaced and not used, and a rollout that is lost or wrong since it was run twice."""
+    import proxy
+    make_proxy = lambda: proxy.Proxy(model, max_model_len=512, engine_args=ENGINE)
+    model, kind, tasks = certain_model(tmp_path / "model", tiny), request.getfixturevalue(where), []
+    for name in ("here.txt", "missing"):
+        folder = make_task(tmp_path / name, test=f"sleep 0.5; [ -e {name} ]; echo $((1 - $?)) {REWARD}",
+                           toml="[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 60")
+        tasks.append(load_task(folder, name, BASE))
+    runner = Mortal(make_proxy(), kind, f"test-mortal-{num}", model="tiny", seed=num, deaths=deaths)
+    jobs, started, first = [Job(tasks[i % 2], "bash", i) for i in range(num)], time.monotonic(), runner.proxy
+    try: done = rollout.run_on_engines(runner, make_proxy, jobs, tmp_path / "out", "")
+    finally:
+        for killer in runner.killers: killer.cancel()
+        for killer in runner.killers: killer.join()
+        runner.proxy.close()
+    hit = {job.id for job in jobs if runner.hits[f"{job.id}.agent"] + runner.hits[f"{job.id}.verify"]}
+    print(f"{where}: {num} rollouts, {len(deaths)} dead engines, {len(hit)} hit, in {time.monotonic() - started:.0f} s: "
+          f"{dict(Counter(r.outcome for r in done))}")
+    assert first.engine.errored and runner.proxy is not first and num / 4 < len(hit) < num
+    for job, r in zip(jobs, done):
+        right = 1 - job.sample % 2
+        if job.id in hit: assert r.reward in (0, right, None) and r.outcome and "carried over" not in r.detail, r
+        else: assert (r.outcome, r.reward) == ("ok", right), r
+    assert not sandbox.reap(runner.run_id)
 
 
 @pytest.fixture
@@ -951,7 +1071,11 @@ BAD_TASKS = {       # folder -> file of the task, what it holds (None: it is mis
     "letters": ("task.toml", "artifacts = '/app/out'", "artifacts"),
     "nameless": ("task.toml", "artifacts = [{}]", "artifacts"),
     "compose": ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml"),
+    "hosts": ("task.toml", "[environment]\nallowed_hosts = ['a.org']", "[environment] allowed_hosts"),
     "gpus": ("task.toml", "[environment]\ngpus = 1", "gpus"), "steps": ("task.toml", "[[steps]]\nname = 'a'", "steps"),
+    "apart": ("task.toml", "[verifier.environment]\ncpus = 1", "[verifier.environment]"),
+    "separate": ("task.toml", "[verifier]\nenvironment_mode = 'separate'", "[verifier] environment_mode"),
+    "health": ("task.toml", "[environment.healthcheck]\ncommand = 'true'", "[environment] healthcheck"),
     "windows": ("task.toml", "[environment]\nos = 'windows'", "windows"),
     "future": ("task.toml", "schema_version = '2.0'", "2.0"),
     "size": ("task.toml", "[environment]\nmemory = 'big'", "big"),

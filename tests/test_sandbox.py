@@ -364,9 +364,10 @@ def test_carry_keeps_the_image_s_tools(kind, tmp_path):
     with them, and a switch that does not switch."""
     folder = task(tmp_path / "t", "FROM debian:bookworm-slim\nWORKDIR /app\n"
                   "ENV PATH=/app/tools/:/app/none:/usr/bin:/bin\n"
+                  "ENV PYTHONPATH=/app/py:lib LD_LIBRARY_PATH=/app/libs\n"
                   "COPY f .\n")
     for name in ("tools/x", "v/pyvenv.cfg", "v/bin/x", "a/node_modules/x", "sub/conftest.py", ".git/config",
-                 "src/main.py", "code.py"):
+                 "src/main.py", "code.py", "lib/ast.py", ".profile"):
         path = folder / "environment" / "f" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("image")
@@ -374,7 +375,9 @@ def test_carry_keeps_the_image_s_tools(kind, tmp_path):
         sh(agent, """for f in tools/x v/bin/x v/bin/y a/node_modules/x sub/conftest.py .git/config src/main.py \
                 code.py; do echo agent > $f; done
             rm -r a; ln -s src argparse
-            for f in new/.git/config new/.git/hooks/post-checkout new/.git/HEAD x.git/config new/conftest.py \
+            for f in lib/ast.py lib/json.py py/json.py libs/x .profile .bashrc .config/uv/x sub/.bashrc bare/config \
+                bare/hooks/x bare/HEAD bare/objects/x uv.toml \
+                new/.git/config new/.git/hooks/post-checkout new/.git/HEAD x.git/config new/conftest.py \
                 json/__init__.py json/data.py src/json.py pytest.py iniconfig.py sitecustomize.py none/y \
                 src/__pycache__/main.cpython-311.pyc conftest.py.d/x e-1.dist-info/entry_points.txt pytest.ini \
                 .local/lib/python3.11/site-packages/x.pth model.pth; do
@@ -384,14 +387,16 @@ def test_carry_keeps_the_image_s_tools(kind, tmp_path):
         with make(kind, environment(folder, BASE)) as fresh:
             left_out = agent.carry("/app", fresh)
             assert sorted(x for x in left_out if not x.startswith(".local/lib")) == [
-                "argparse", "e-1.dist-info/entry_points.txt", "iniconfig.py", "json/__init__.py", "new/.git/config",
-                "new/.git/hooks/post-checkout", "new/conftest.py", "pytest.ini", "pytest.py", "sitecustomize.py",
-                "w/.git", "x.git/config"]
+                ".bashrc", ".config/uv", ".config/uv/x", "argparse", "bare/config", "bare/hooks", "bare/hooks/x",
+                "e-1.dist-info/entry_points.txt", "iniconfig.py", "json/__init__.py", "lib/json.py", "new/.git/config",
+                "new/.git/hooks/post-checkout", "new/conftest.py", "py/json.py", "pytest.ini", "pytest.py",
+                "sitecustomize.py", "uv.toml", "w/.git", "x.git/config"]
             assert sh(fresh, shown).output.split("\n")[:-1] == [
-                "./.git/config image", "./a/node_modules/x image", "./code.py agent", "./conftest.py.d/x agent",
-                "./json/data.py agent", "./model.pth agent", "./new/.git/HEAD agent", "./src/json.py agent",
-                "./src/main.py agent", "./sub/conftest.py image", "./tools/x image", "./v/bin/x image",
-                "./v/pyvenv.cfg image"]
+                "./.git/config image", "./.profile image", "./a/node_modules/x image", "./bare/HEAD agent",
+                "./bare/objects/x agent", "./code.py agent", "./conftest.py.d/x agent", "./json/data.py agent",
+                "./lib/ast.py agent", "./model.pth agent", "./new/.git/HEAD agent", "./src/json.py agent",
+                "./src/main.py agent", "./sub/.bashrc agent", "./sub/conftest.py image", "./tools/x image",
+                "./v/bin/x image", "./v/pyvenv.cfg image"]
         with make(kind, environment(folder, BASE)) as fresh:
             assert agent.carry("/app", fresh, off=("git", "tools")) == []
             assert "image" not in sh(fresh, shown + " | grep -v pyvenv").output
@@ -405,6 +410,37 @@ def test_a_folder_above_what_stays_is_not_replaced():
     for member in (link, tarfile.TarInfo("app/repo")):
         with pytest.raises(ValueError, match="repo is not carried over: the image has a folder there"):
             workspace.choose([member], "/app", {"repo/.git"}, {}, ())
+
+
+def test_second_names(kind):
+    """Catches: a clone of the workspace into itself, whose objects are second names of the image's, that costs an honest
+    agent its reward; a second name of a link, which leads elsewhere than the first; and a file that is there twice."""
+    with make(kind) as agent, make(kind) as fresh:
+        sh(agent, "mkdir -p .git/objects b c/.git/objects; echo x > .git/objects/1; ln .git/objects/1 c/.git/objects/1;"
+                  "ln .git/objects/1 c/.git/objects/2; ln -s ../b b/l; ln -P b/l c/l; echo y > b/y; ln b/y c/y")
+        sh(fresh, "mkdir -p .git/objects; echo image > .git/objects/1")
+        agent.carry("/app", fresh)
+        assert sh(fresh, "cat .git/objects/1 c/.git/objects/1 c/.git/objects/2 b/y c/y; readlink b/l c/l; "
+                  "stat -c %h .git/objects/1 c/.git/objects/1 b/y").output.split() == \
+            ["image", "x", "x", "y", "y", "../b", "../b", "1", "2", "2"]
+        sh(agent, "ln -s ../tests b/t; ln -P b/t t")
+        with pytest.raises(ValueError, match="t is not carried over: it is a link out of"): agent.carry("/app", fresh)
+
+
+def test_what_the_image_holds_is_not_counted(kind, tmp_path, monkeypatch):
+    """Catches: a task whose own workspace is over the limits, for which nobody is ever paid; and limits that are gone."""
+    monkeypatch.setattr(sandbox, "GET_BYTES", 4 << 20), monkeypatch.setattr(sandbox, "GET_FILES", 500)
+    folder = task(tmp_path / "t", "FROM debian:bookworm-slim\nWORKDIR /app\nCOPY f .\n")
+    (folder / "environment/f").mkdir()
+    for i in range(600): (folder / f"environment/f/{i}").write_bytes(bytes(20_000))
+    with make(kind, environment(folder, BASE)) as agent:
+        for script, limit in (("mkdir x; head -c 3000000 /dev/zero > x/big", ""), ("head -c 3000000 /dev/zero > x/b", "MB"),
+                              ("rm x/b; for i in $(seq 600); do : > x/$i; done", "files")):
+            sh(agent, script)
+            with make(kind, environment(folder, BASE)) as fresh:
+                with pytest.raises(ValueError, match=f"more than .*{limit}") if limit else contextlib.nullcontext():
+                    agent.carry("/app", fresh)
+                if not limit: assert sh(fresh, "ls | wc -l; stat -c %s x/big").output == "601\n3000000\n"
 
 
 def test_squash(bubblewrap_box):
@@ -506,6 +542,15 @@ def test_nested_folders_take_no_limit_away(kind):
     assert remains() == before
 
 
+def test_nested_folders_hide_no_disk_use(kind):
+    """Catches: files so deep that no path leads to them, with which an agent fills the host's disk past its limit, and
+    so ends everybody's rollouts without a reward."""
+    with make(kind, disk_mb=40) as box:
+        deep = "cd /home; perl -e '$n = q(d) x 200; for (1..50) { mkdir $n; chdir $n } exec qw(sh -c), shift' "
+        fill = "'head -c 30M /dev/zero > a; head -c 30M /dev/zero > b; sleep 60'"
+        assert sh(box, deep + fill, timeout_s=30).is_over_disk
+
+
 def test_disk_limit(kind):
     """Catches: an agent that fills the disk for all, by one large file or by many, and that goes on."""
     with make(kind, disk_mb=40) as box:
@@ -590,6 +635,19 @@ def test_a_stand_in_that_was_made_anew_is_another_image(tmp_path):
     finally: sandbox._client().api.remove_image("harness-rl/test-stand-in", force=True)
     (folder / "environment/Dockerfile").write_text("FROM debian:bookworm-slim\nRUN cat <<END\nHELLO\nEND\n")
     with pytest.raises(SandboxError, match="image build failed.*HELLO"): sandbox.image(environment(folder, BASE))
+
+
+def test_a_ready_image_s_files(kind, tmp_path):
+    """Catches: files beside a `docker_image` without a Dockerfile, which Harbor copies into the workdir, left out."""
+    folder = task(tmp_path / "t", "", a__txt="A")
+    (folder / "environment/Dockerfile").unlink()
+    (folder / "environment/d").mkdir()
+    (folder / "environment/d/b").write_text("B")
+    env = environment(folder, {"image:1": "harness-rl/base"}, "image:1")
+    env.workdir = "/work"
+    with make(kind, env) as box: assert sh(box, "pwd; cat a.txt d/b").output == "/work\nAB"
+    (folder / "environment/l").symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match="leads out of the environment"): environment(folder, {}, "image:1")
 
 
 def test_a_copy_into_a_folder_of_the_image(tmp_path):
