@@ -25,7 +25,7 @@
    rest is `stale`. The last step waits for all. After a kill, recorded calls answer again while prompts are equal.
 Letters: R rollouts of a batch, N its trained tokens."""
 import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, hashlib, importlib.metadata, \
-    importlib.util, inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
+    inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,8 +193,6 @@ def check(cfg: Config):
     sets = [Path(d).name for d in cfg.eval_tasks.split(",") if d]
     assert len(set(sets)) == len(sets), f"--eval_tasks {cfg.eval_tasks}: the folders need different names"
     assert cfg.algo != "gspo" or cfg.loss_mean == "rollout", f"--loss_mean {cfg.loss_mean}: gspo needs rollout"
-    assert not cfg.wandb or importlib.util.find_spec("wandb"), (
-        "--wandb: the package is missing; .venv/bin/pip install wandb==0.31.0")
     held = [x for x in ("rollouts", "metrics.jsonl", "saved", "checkpoint", "best") if (Path(cfg.out) / x).exists()]
     assert cfg.resume or not held, (
         f"--out {cfg.out}: it holds a run already; --resume goes on with it, else name another folder or remove it")
@@ -721,7 +719,9 @@ def main(cfg: Config):
         if rank: return
         if metrics:
             with open(out / "metrics.jsonl", "a") as f: f.write(json.dumps(metrics) + "\n")
-            if wandb is not None: wandb.log(metrics)
+            if wandb is not None:                           # there a name is a curve: an evaluation's tells of what
+                of = f"eval/{metrics['set']}/{metrics['harness']}/" if metrics["phase"] == "eval" else ""
+                wandb.log({of + k: v for k, v in metrics.items()})
         with open(out / "log.txt", "a") as f: f.write(line + "\n")
         print(line, flush=True)
 

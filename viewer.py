@@ -61,7 +61,7 @@ def clean(x):
 
 
 whole_lines = lambda path: path.read_bytes().split(b"\n")[:-1]              # the last may be in the writing
-state_of = lambda path: (path.stat().st_mtime_ns, path.stat().st_size)
+state_of = lambda path: ((s := path.stat()).st_mtime_ns, s.st_size)
 
 
 def read_row(path: Path, id: str) -> dict:
@@ -178,8 +178,10 @@ def of_rollouts(last: list):
     of = {h: [x for x in last if x["harness"] == h] for h in sorted({x["harness"] for x in last})}
     mean = {h: fmean([x["reward"] or 0. for x in xs]) for h, xs in of.items()}
     for h, xs in of.items():
-        bad = Counter(x["outcome"] for x in xs if x["outcome"] not in ("ok", "overlong"))
-        told, is_failing = ", ".join(f"{n} {k}" for k, n in bad.most_common()), bad.total() > max(1, 0.2 * len(xs))
+        bad = [x for x in xs if x["outcome"] not in ("ok", "overlong")]
+        num, detail = (Counter(x.get(k) for x in bad if x.get(k)).most_common() for k in ("outcome", "detail"))
+        told, is_failing = ", ".join(f"{n} {k}" for k, n in num), len(bad) > max(1, 0.2 * len(xs))
+        if detail: told += f" (mostly: {detail[0][0][:160]})"
         if bad: yield 1 + is_failing, f"Harness {h}{' is failing' * is_failing}: of its last {len(xs)} rollouts {told}."
         if len(xs) >= 4 and mean[h] == 0 and max(mean.values()) > 0.1 and h != "nop":
             yield 2, f"Harness {h} solves nothing in {len(xs)} rollouts, others do."
@@ -323,9 +325,8 @@ class Viewer:
                              "now": text(c.prompt_ids[n:n + 48])} if c.cause and parent else None,
                     "reply": text(c.sampled_ids[:200]), "adv": mean(column["adv"]) if column else None,
                     "gap": mean(abs(column["old"] - c.logp_rollout)) if column else None}
-        group = [x["id"] for x in run.rows.values() if all(x[k] == row[k] for k in ("folder", "task", "harness"))]
         told = f"no tokenizer.json for model {record.model}: tokens are shown as their ids; give --tokenizer DIR"
-        return clean({"row": row | {"run": run.name}, "calls": [show(c) for c in record.calls], "group": sorted(group),
+        return clean({"row": row | {"run": run.name}, "calls": [show(c) for c in record.calls],
                       "num_unique": built.num_unique, "num_flat": built.num_flat, "num_trained": built.num_trained,
                       "why": why(row, verifier, built.left_out) + broken,
                       "harness_log": harness_log, "verifier": verifier,

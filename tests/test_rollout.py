@@ -974,6 +974,26 @@ def test_compare_command(tmp_path, capsys):
             rollout.main(rollout.parse(["compare", str(tmp_path / "a"), str(folder)]))
 
 
+def test_compare_checkpoints_by_harness(tmp_path, capsys):
+    """Would catch harnesses that are pooled, one that is left out, a task paired with another harness's, and two
+    checkpoints of one run that cannot be compared."""
+    rewards = {"cold": {"bash": [0, 0, 0, 1], "pi": [0, 1, 1, 1]}, "end": {"bash": [1, 1, 1, 1], "pi": [0, 1, 1, 0]}}
+    for when, by_harness in rewards.items():
+        folder = tmp_path / "run/rollouts" / f"eval-{when}"
+        folder.mkdir(parents=True)
+        for harness, i in itertools.product(by_harness, range(4)):
+            head = {"type": "rollout", "format": 1, "id": f"t{i}", "task": f"t{i}", "harness": harness, "model": "m",
+                    "temperature": 1.0, "started_s": 0.0}
+            lines = head, {"type": "end", "outcome": "ok", "reward": by_harness[harness][i]}
+            (folder / f"t{i}.{harness}.0.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    folders = [str(tmp_path / "run/rollouts" / f"eval-{when}") for when in rewards]
+    rollout.main(rollout.parse(["compare", *folders, "--json"]))
+    rows = json.loads(capsys.readouterr().out)
+    assert [(r["harness"], r["k"], r["num_tasks"], r["a"], r["b"]) for r in rows] == [
+        ("bash", 1, 4, 0.25, 1.0), ("pi", 1, 4, 0.75, 0.5), ("all", 1, 4, 0.5, 0.75)]
+    assert [r["p"] for r in rows] == [0.25, 1.0, 0.5]       # of 3, 1 and 2 tasks that differ: 2 / 2^3, 1, 2 / 2^2
+
+
 def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
     """Would catch a command that ends well without its records or its summary, or in another way than status 0."""
     result = command("rollout.py", "--tasks", shell_tasks / "heldout", "--limit", 2, "--harness", "bash,nop",

@@ -1,6 +1,7 @@
 """train.py end to end on a tiny random model: real engine, sandboxes, harness and updates."""
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -27,9 +28,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, make_task
 import algos
+import harnesses
 import rollout
 import train as loop
 import tree
+import viewer
 
 QUICK = "--enforce-eager --distributed-executor-backend uni"
 # a tiny model solves nothing, and equal rewards give no update
@@ -59,8 +62,44 @@ def train(*args, is_quick=True, **kw):
     if is_quick: words, env = [*words, f"--engine_args={QUICK}"], {**env, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     result = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     metrics = args[2] / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return result.returncode, result.stderr, [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    unknown = {k for k in set().union(*rows) if not any(re.fullmatch(p, k) for p in readme_metrics().values())}
+    assert not unknown, f"README's table of metrics lacks {unknown}"
+    return result.returncode, result.stderr, rows
+
+
+@functools.cache
+def readme_metrics():
+    """Of README's table of metrics: name -> pattern of what is written, capitals standing for what they may be."""
+    table = (ROOT / "README.md").read_text().partition("## Metrics\n")[2].partition("\n\nThe page")[0]
+    stand_for = {"HARNESS": "|".join(harnesses.names()), "NAME": "|".join(filter(None, viewer.OUTCOMES)), "K": r"\d+",
+                 "CAUSE": "[a-z_]+", "PART": "gap|interior|boundary"}
+    names = []
+    for cell in re.findall(r"^\| (`.*?) \|", table, re.M):
+        before = ""                                         # `a/b_c, _d, e` names a/b_c, a/b_d and a/e
+        for item in ", ".join(re.findall("`(.*?)`", cell)).split(", "):
+            before = before[:before.rfind("_")] + item if item[0] == "_" else before[:before.rfind("/") + 1] * (
+                "/" not in item) + item
+            names.append(before)
+    return {n: re.sub("[A-Z]+", lambda m: f"({stand_for[m[0]]})", n) for n in names}
+
+
+# Metrics of README that few runs write, by who is seen to; those of a GPU and of a model that cannot be packed by none.
+RARE = {"canary": "when set harness num num_tasks num_judged solved outcomes pass_rate low high pass@K pass@K_low "
+                  "pass@K_high",
+        "ppo": "train/kl_ref packing/logp_error packing/gradient_error train/value_loss train/value_grad_norm "
+               "train/value_clipped train/return train/explained_variance",
+        "carry": "groups/carried groups/unfinished fidelity/stale_gap_mean",
+        "harnesses": "reward/HARNESS outcome/HARNESS/NAME fidelity/HARNESS/PART_mean fidelity/HARNESS/PART_p99 "
+                     "fidelity/HARNESS/PART_max fidelity/HARNESS/PART_pearson fidelity/HARNESS/PART_ess",
+        "forks": "forks/CAUSE forks/CAUSE_tokens",
+        "none": "why memory/gpu_rollout_gb memory/gpu_train_gb memory/gpu_weights_gb"}
+
+
+def lacking(rows, names):
+    """Those of README's metrics that no row holds."""
+    keys = set().union(*rows)
+    return [n for n in names if not any(re.fullmatch(readme_metrics()[n], k) for k in keys)]
 
 
 def alive(marker):
@@ -91,7 +130,6 @@ def learnt(tiny, tasks, tmp_path_factory):
 def test_the_page_shows_what_training_made_of_each_token(learnt):
     """Would catch saved tokens that stand at another call or place than they were sampled at (the gap over all of them
     is then not the one that the step measured), advantages of other rollouts, and a ratio that is not of the update."""
-    import viewer
     out, rows = learnt
     page, num = viewer.Viewer([out]), 0
     for m in (m for m in rows if m["phase"] == "rl" and "fidelity/gap_mean" in m):
@@ -108,6 +146,30 @@ def test_the_page_shows_what_training_made_of_each_token(learnt):
         assert all(len(x) == 1 and (max(x) > 0) == (reward > 0 and max(x) != 0) for (_, reward), x in adv.items()), adv
         num += len(gaps)
     assert num > 0
+
+
+def test_readme_documents_every_metric(learnt):
+    """Would catch a metric of README's table that no run writes any more, or under another name. (One that README
+    lacks fails the test whose run writes it.)"""
+    rare = " ".join(RARE.values()).split()
+    assert len(readme_metrics()) > 80 and not set(rare) - readme_metrics().keys()
+    assert not lacking(learnt[1], readme_metrics().keys() - rare)
+
+
+def test_metrics_of_a_mixed_run():
+    """Would catch rewards, outcomes and gaps of one harness that stand under another's name, or under none that README
+    knows."""
+    names, more = ["bash", "pi"], [[7, 8, 9], [9, 8, 7], [8, 7, 9]]
+    rollouts = [dataclasses.replace(forked(r, more), harness=h, outcome=o)
+                for h, r, o in (("bash", 1., "ok"), ("pi", 0., "timeout"), ("bash", 0., "ok"))]
+    m = loop.step_metrics(rollouts, rollouts, torch.tensor([1., 0., 0.]), names)
+    assert (m["reward/bash"], m["reward/pi"], m["outcome/bash/ok"], m["outcome/pi/timeout"]) == (0.5, 0., 2, 1)
+    batch = loop.make_batch([tree.build(r) for r in rollouts], 0)
+    batch.logp_rollout = torch.linspace(-3, -.1, len(batch.rollout))
+    logp = batch.logp_rollout - 0.05 * (batch.rollout == 1)
+    m |= loop.fidelity(batch, logp, torch.ones(len(logp), dtype=torch.bool), rollouts, 0.1)
+    assert m["fidelity/bash/gap_max"] == 0 and m["fidelity/pi/boundary_mean"] == pytest.approx(0.05, rel=1e-4)
+    assert not lacking([m], RARE["harnesses"].split())
 
 
 def test_cold_start_rl_and_checkpoint(tiny, learnt):
@@ -160,8 +222,10 @@ RECIPES = {
 def test_other_algorithms(learnt, tasks, tmp_path, algo):
     """Would catch an algorithm whose parts do not fit the loop: a critic or a reference that FSDP cannot gather, a
     critic that stays as it was or lets the policy move in its warm-up, a reference that is not the policy of the start,
-    half a rollout in a micro-batch, sums that reach no metric. The packing checks itself before the first update."""
-    flags = "--check_packing", "--max_resample=1", "--steps=3", "--lr=1e-3", "--micro_batch_tokens=512"
+    half a rollout in a micro-batch, sums that reach no metric, and best weights that are the last, or another
+    evaluation's. The packing checks itself before the first update."""
+    flags = ("--check_packing", "--max_resample=1", "--steps=3", "--lr=1e-3", "--micro_batch_tokens=512",
+             "--eval_every=1", "--eval_n=2", f"--eval_tasks={tasks}", "--save_every=1", "--keep_saved=3")
     status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", f"--algo={algo}", *flags,
                                  *RECIPES[algo])
     assert status == 0, stderr[-3000:]
@@ -185,8 +249,12 @@ def test_other_algorithms(learnt, tasks, tmp_path, algo):
         assert all(values[k].shape == v.shape and not values[k].equal(v) for k, v in policy.items() if "proj" in k)
         again = loop.Critic(AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint"))
         again.model.load_state_dict(values)
+        assert not lacking(rows, RARE["ppo"].split())
     before, after = weights(learnt[0] / "checkpoint"), weights(tmp_path / "run" / "checkpoint")
     assert any(not before[k].equal(after[k]) for k in before)
+    rates = [r["pass_rate"] for r in rows if r["phase"] == "eval" and r["when"] != "bare"]      # of a coin
+    best = torch.cat([v.flatten() for _, v in sorted(weights(tmp_path / "run/best").items())])
+    assert len(rates) == 3 and saved(tmp_path / "run", rates.index(max(rates)) + 1, "").float().equal(best), rates
 
 
 def test_rewards_by_call_are_trained_on(learnt, bubblewrap, tmp_path):
@@ -416,11 +484,13 @@ def test_flags_that_do_not_fit_are_refused(wrong, tmp_path):
         loop.check(loop.Config(out=str(tmp_path), **wrong))
 
 
-def test_canary(learnt, tasks, tmp_path):
+def test_canary(learnt, tasks, tmp_path, monkeypatch):
     """Would catch an update that moves weights beside the learning rate (decay, a stray copy), drift between engine
-    and trainer, the best weights that are not kept, or a sandbox that outlives its step."""
-    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", "--lr=0", "--steps=3",
-                                 "--eval_every=2", "--eval_n=1", f"--eval_tasks={tasks}")
+    and trainer, the best weights that are not kept, a sandbox that outlives its step, and a --wandb that needs a
+    network, or holds other numbers than metrics.jsonl or two harnesses' evaluations under one name."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", "--lr=0", "--steps=3", "--wandb",
+                                 "--eval_every=2", "--eval_n=2", f"--eval_tasks={tasks}")
     assert status == 0, stderr[-3000:]
     before, *after = (weights(path / name) for path, name in (
         (learnt[0], "checkpoint"), (tmp_path / "run", "checkpoint"), (tmp_path / "run", "best")))
@@ -428,6 +498,22 @@ def test_canary(learnt, tasks, tmp_path):
     assert {r["sandboxes/alive"] for r in rows if r["phase"] == "rl"} == {0}
     gaps = [r["fidelity/gap_mean"] for r in rows if "fidelity/gap_mean" in r]
     assert gaps and max(gaps) < 1e-3
+    assert not lacking(rows, RARE["canary"].split())
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
+    of = lambda r: f"eval/{r['set']}/bash/" if r["phase"] == "eval" else ""
+    assert sent_to_wandb(file) == [{of(r) + k: v for k, v in r.items()} for r in rows]
+
+
+def sent_to_wandb(file):
+    """What an offline file holds of each wandb.log, without wandb's own."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+    store, found = DataStore(), []
+    store.open_for_scan(file)
+    while data := store.scan_data():
+        items = {"/".join(x.nested_key) or x.key: x.value_json for x in Record.FromString(data).history.item}
+        if items: found.append({k: json.loads(v) for k, v in items.items() if k[0] != "_"})
+    return found
 
 
 def test_the_fidelity_gate_refuses(learnt, tasks, tmp_path):

@@ -1,9 +1,11 @@
 """viewer.py: its list against tree.py, and the page in headless Chromium over records of real rollouts."""
+import contextlib
 import http.client
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import tracemalloc
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
@@ -362,12 +365,19 @@ def test_why_and_health(run):
             ("sandboxes/alive", range(8), "leak"), ("train/entropy", [1, 1, 1, 2, 3, 4, 5, 6], "rising")):
         warned = viewer.health({}, [m | {name: float(v)} for m, v in zip(fine, values)], [])
         assert len(warned) == 1 and word in warned[0][1], (name, warned)
+    for name, values in (("fidelity/gap_mean", [0.01] * 7 + [0.05]), ("train/entropy", [1, 1, 1, .5, .4, .3, .3, .3]),
+                         ("groups/zero_variance", [5] * 8), ("memory/all_gb", [5, 9, 9, 10, 9, 10, 10, 10]),
+                         ("sandboxes/alive", [0, 8, 9, 7, 9, 8, 9, 9]), ("train/entropy", [1, 1, 1, 2, 3, 3, 3, 3])):
+        assert viewer.health({}, [m | {name: float(v)} for m, v in zip(fine, values)], []) == [], name
     for mean, which in ((0.1, "too hard"), (0.5, "some too easy, others too hard"), (0.9, "too easy")):
         ((_, text),) = viewer.health({}, [m | {"groups/zero_variance": 7, "reward/mean": mean} for m in fine], [])
         assert text.endswith(f"the tasks are {which}."), text
     row = {"outcome": "ok", "reward": 1.0, "started_s": 0.0, "forks": {}, "cost": 0, "tokens": 9, "calls": 1, "cut": 0}
     rows = [row | {"harness": "good"}] * 8 + [row | {"harness": "poor", "reward": 0.0}] * 8
     assert viewer.health({}, [], rows) == [(2, "Harness poor solves nothing in 8 rollouts, others do.")]
+    odd = [x | {"outcome": "no_calls", "detail": d} for x, d in zip(rows, ("no module", "no disk", "no module"))]
+    assert viewer.health({}, [], rows[:8] + odd) == [
+        (2, "Harness good is failing: of its last 11 rollouts 3 no_calls (mostly: no module).")]
     for more, word in (({"cost": 5}, "forks dearly"), ({"forks": {"unknown": [1, 0]}}, "unknown cause"),
                        ({"cut": 1}, "cut at max_tokens"), ({"error": "line 3", "id": "x"}, "records are broken")):
         ((_, text),) = viewer.health({}, [], [x | more for x in rows[:8]])
@@ -375,6 +385,14 @@ def test_why_and_health(run):
 
 
 # ---- the server ----
+
+@contextlib.contextmanager
+def serve(*folders):
+    with viewer.Server(viewer.Viewer(folders), "127.0.0.1", 0) as s:
+        threading.Thread(target=s.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{s.server_address[1]}"
+        s.shutdown()
+
 
 @pytest.fixture(scope="module")
 def server(run, tmp_path_factory):
@@ -384,10 +402,7 @@ def server(run, tmp_path_factory):
     write(other / "rollouts" / "step-0002" / "overlap.jsonl",
           [call(1, [5, 6], [7, 8]), call(0, [5, 6, 7, 4], [3], "retry")], log="a größe 🦊 of its own")
     for i in range(700): write(other / "rollouts" / "step-0001" / f"many-{i}.jsonl", [], {"started_s": 5.0})
-    with viewer.Server(viewer.Viewer([run, other]), "127.0.0.1", 0) as s:
-        threading.Thread(target=s.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{s.server_address[1]}", other
-        s.shutdown()
+    with serve(run, other) as address: yield address, other
 
 
 def test_what_the_server_gives_out(server, run):
@@ -422,7 +437,8 @@ class Tab:
     def __init__(self, folder):
         self.process = subprocess.Popen(
             [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-             "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"], stderr=subprocess.DEVNULL)
+             "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"], stderr=subprocess.DEVNULL,
+            start_new_session=True)                         # Debian's command is a script, with the browser below it
         file, self.num, self.problems = Path(folder, "DevToolsActivePort"), 0, []
         while not (file.is_file() and "\n" in file.read_text()):
             assert self.process.poll() is None, "Chromium ended"
@@ -479,7 +495,7 @@ def tab(tmp_path_factory):
     tab = Tab(tmp_path_factory.mktemp("chromium"))
     yield tab
     tab.socket.close()
-    tab.process.kill()
+    os.killpg(tab.process.pid, signal.SIGKILL)
     tab.process.wait()
 
 
@@ -500,7 +516,8 @@ def test_overview_says_which_harness_fails(tab, server):
 
 def test_grid_list_and_search(tab, server):
     """Would catch a cell without its rollouts, a filter that shows others, a list that builds 700 rows at once, a
-    search that does not find what a log or a reply holds, shows the first run's hits alone, or is lost by a reload."""
+    search that does not find what a log or a reply holds, shows the first run's hits alone, or is lost by a reload, as
+    is an order; and words of a filter that JavaScript's objects know."""
     tab.open(server[0] + "#view=grid&run=run", "all(`.cell .sq`).length === 9 && all(`.cell`).length === 8")
     tab.click(".sq[title^='say.bash.0']")
     tab.wait("location.hash.includes('say.bash.0') && all(`article`).length")
@@ -514,6 +531,11 @@ def test_grid_list_and_search(tab, server):
         tab.wait(f"text(`main`).includes('in logs or replies') && text(`tbody`).includes('{name}') && {ROWS} === 1")
     tab.open(server[0] + "#view=list&q=größe+🦊&deep=1", f"text(`main`).includes('logs or replies') && {ROWS} === 2")
     assert {"forked", "overlap"} == set(tab.js("all(`tbody a`).map(a => a.innerText)"))
+    tab.open(server[0] + "#view=list&run=run&sort=tokens&down=1", f"{ROWS} > 5")
+    assert tab.js("all(`tbody a`)[0].innerText") == "long"
+    write(server[1] / "x.jsonl", [], end={"detail": "constructor:x"})
+    tab.open(server[0] + "#view=list&q=constructor:x", f"{ROWS} === 1")
+    (server[1] / "x.jsonl").unlink()
     tab.open(server[0] + "#view=list&run=none&q=x&deep=1", "text(`main`).includes('the search failed: no run none')")
     tab.problems.clear()                                    # the answer's status 404
 
@@ -547,6 +569,9 @@ def test_a_rollout_shows_its_fork_and_what_it_cost(tab, server):
     tab.wait("all(`article`).length === 2")
     whys = " ".join(tab.js("all(`.why`).map(e => e.innerText)"))
     assert "reward 0" in whys and "reward 1" in whys
+    beside = "&with=" + AT.removeprefix("#view=rollout&id=") + "say.bash.0"
+    tab.open(f"{server[0]}{AT}say.bash.1&call=1{beside}&call2=0", "all(`.panel`).length === 2")
+    assert [t[:6] for t in tab.js("all(`.panel h2`).map(e => e.innerText)")] == ["Call 1", "Call 0"]
     tab.open(server[0] + "#view=rollout&id=grows/rollouts/step-0002/overlap", "all(`article svg g`).length >= 4")
     assert tab.js("all(`article svg path`).length") == 1 and "retry" in tab.js("all(`article svg`)[0].textContent")
     assert not tab.problems
@@ -567,6 +592,13 @@ def test_keys(tab, server):
     tab.key("/")
     assert tab.js("document.activeElement === all(`header input`)[0]")
     tab.key("Escape")
+    tab.key("g")
+    at(view="grid")
+    for key, i in (("ArrowRight", 0), ("ArrowRight", 1), ("ArrowLeft", 0)):
+        tab.key(key)
+        assert tab.js(f"document.activeElement === all(`.grid .sq`)[{i}]"), key
+    tab.key("j")
+    assert tab.js("document.activeElement === all(`a.name`)[0]")
     tab.key("o")
     at(view="overview")
     me, other = (AT.removeprefix("#view=rollout&id=") + f"say.bash.{i}" for i in range(2))
@@ -576,12 +608,18 @@ def test_keys(tab, server):
                    ("t", {"mode": "text"}), ("t", {"mode": "tokens"})):
         tab.key(key)
         at(**q)
+    tab.wait("all(`.tok [title]`).length")
+    for key, i in (("ArrowRight", 0), ("ArrowRight", 1), ("ArrowLeft", 0)):
+        tab.key(key)
+        assert tab.js(f"document.activeElement === all(`.tok [title]`)[{i}]"), key
+        assert tab.js("text(`.panel .key[aria-live]`) === document.activeElement.title")
     assert not tab.problems
 
 
 def test_a_page_grows_with_its_run(tab, server):
-    """Would catch a page that shows a rollout, its next call, its end or its advantages only after a reload, keeps one
-    that was removed, or throws the reader off the page, or off the row, when something else changes."""
+    """Would catch a page that shows a rollout, its next call, its end, its group's or its advantages only after a
+    reload, keeps one that was removed, or throws the reader off the page, the row, or the place in a call's text, when
+    something else changes."""
     folder = server[1] / "rollouts" / "step-0000"
     tab.open(server[0] + "#view=list&run=grows&q=step-0000", f"{ROWS} === 1")
     tab.key("j")
@@ -594,9 +632,15 @@ def test_a_page_grows_with_its_run(tab, server):
     with open(path, "a") as f: f.write(whole[2])
     tab.wait("all(`.calls tbody tr`).length === 2")
     tab.js("window.mark = all(`article`)[0], 0")
-    write(folder / "another.jsonl", [])
+    write(folder / "another.jsonl", [], {"task": "of another group"})
     tab.wait("S.runs.get('grows').rows.has('rollouts/step-0000/another')")
     assert tab.js("window.mark.isConnected")
+    tab.js("window.mark = all(`.panel`)[0], 0")
+    peer = write(folder / "peer.jsonl", [], end={"reward": 1.0})
+    tab.wait("text(`article .key`) && all(`article .sq[title^=peer]`).length")
+    peer.unlink()
+    tab.wait("!all(`article .sq[title^=peer]`).length")
+    assert tab.js("window.mark.isConnected")                # what was unfolded in it stays so
     with open(path, "a") as f: f.write("".join(whole[3:]))
     tab.wait("text(`.why`).includes('reward 0')")
     record, column = tree.read(path), np.full(4, 0.125)
@@ -604,15 +648,25 @@ def test_a_page_grows_with_its_run(tab, server):
     train.save_tokens(server[1] / "tokens" / "step-0000.npz", [record], trees, train.make_batch(trees, 0), column > 0,
                       adv=column, logp_old=column, logp=column)
     (server[1] / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n')
-    tab.wait("S.runs.get('grows').metrics.length")
-    tab.js("location.hash = 'view=list&run=grows&q=step-0000'")
-    tab.wait(f"{ROWS} === 3")
-    tab.js("history.back()")
     tab.wait("text(`.calls tbody`).includes('0.125')")
-    tab.js("history.forward()")
+    tab.js("location.hash = 'view=list&run=grows&q=step-0000'")
     tab.wait(f"{ROWS} === 3")
     (folder / "another.jsonl").unlink()
     tab.wait(f"{ROWS} === 2")
+    num = "all(`.sq`).length - S.runs.get('grows').rows.size"
+    tab.open(server[0] + "#view=grid&run=grows", f"all(`.sq`).length > 700 && {num} === 0")
+    tab.key("ArrowRight")
+    write(folder / "another.jsonl", [], {"harness": "new"}, {"outcome": "harness_error"})
+    tab.wait(f"text(`main`).includes('new:') && {num} === 0")
+    assert tab.js("document.activeElement === all(`.sq`)[0]")
+    tab.open(server[0] + "#view=overview&run=grows", "all(`tbody tr`).length === 2")
+    tab.key("j")
+    write(folder / "third.jsonl", [], {"harness": "third"}, {"outcome": "infra_error", "reward": None})
+    with open(server[1] / "metrics.jsonl", "a") as f:
+        f.write("".join(json.dumps({"phase": "rl", "step": i, "train/entropy": 1 - i / 6}) + "\n" for i in range(1, 7)))
+    tab.wait("text(`main`).includes('third') && text(`.health`).includes('is collapsing') && all(`figure`).length")
+    assert tab.js("document.activeElement.innerText") == "new"
+    for file in ("another", "third"): (folder / f"{file}.jsonl").unlink()
     assert not tab.problems
 
 
@@ -635,12 +689,88 @@ def test_a_hostile_rollout_stays_text(tab, server, run, tmp_path):
     assert not re.search(r"(src|href)=[\"']?https?:", file.read_text())
 
 
+def test_hostile_names_stay_text(tab, tmp_path):
+    """Would catch a name that becomes markup or a style, or takes a view down: of a run, folder, file, task, harness,
+    outcome, kind, cause, finish, model, metric, evaluation or flag, as markup and as what JavaScript's objects have."""
+    name = NASTY.replace("/", "")
+    for odd in (NASTY, "__proto__", "constructor", "red;background:url(http://x/)"):
+        root, file = tmp_path / str(len(odd)) / name[:60], tmp_path / "out.html"
+        calls = [call(0, [5, 6], [7]), call(1, [5, 4], [3], odd)]
+        for c in calls: c.kind = c.finish = odd
+        folder = root / "rollouts" / f"step-0000{name[:80]}"
+        for i in range(2):
+            write(folder / f"{name[:80]}.{i}.jsonl", calls, {"task": odd, "harness": odd, "model": odd, odd: odd},
+                  {"outcome": odd, "reward": 0.0, "detail": odd, "seconds": {odd: 1.0}}, f"{odd}\n=== verifier\n{odd}")
+        (root / "config.json").write_text(json.dumps({"algo": odd, "model": odd, "steps": odd, odd: odd}))
+        rows = [{"phase": "rl", "step": i, **{f"{group}/{odd}": 1.0 + i for group in ("outcome", "train", odd)},
+                 f"forks/{odd}_tokens": 5} for i in range(2)]
+        rows.append({"phase": "eval", "when": odd, "set": odd, "harness": odd, "pass_rate": 0.5, f"pass@{odd}": 1})
+        (root / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows, {"phase": odd}]))
+        page = viewer.Viewer([root])
+        viewer.export(page, file, 40)
+        me, other = (f"{next(iter(page.runs))}/{row['id']}" for row in page.state()["runs"][0]["rows"])
+        with serve(root) as address:
+            for base in (address, f"file://{file}"):
+                for q in ({"view": "overview"}, {"view": "grid"}, {"view": "list"},
+                          {"view": "list", "q": f"task:{odd}"},
+                          {"view": "rollout", "id": me, "with": other, "mode": "tokens", "color": odd},
+                          {"view": odd, "sort": odd}, {"view": "rollout", "id": odd}):
+                    tab.open(f"{base}#{urlencode(q)}", "all(`main > *`).length && drawn === location.hash")
+                    if q["view"] == "overview": tab.js("(all(`#all`)[0].open = true, 0)")
+                    if "with" in q: tab.wait("all(`article`).length === 2 && all(`.fork`).length")
+                    elif "sort" not in q and "id" not in q: assert odd in tab.js("text(`main`)"), (q, odd)
+                    tab.wait("window.pwned === undefined && !all(`img, #b, main script, iframe, [onload]`).length")
+            tab.problems = [x for x in tab.problems if "404" not in str(x)]         # the last two, to the live page
+            assert not tab.problems
+
+
 def test_a_long_rollout_is_drawn_in_part(tab, server):
     """Would catch a page that lays out 100,000 tokens at once, and the rest of them out of reach."""
     tab.open(server[0] + AT + "long&mode=tokens", "text(`.tok`).includes('97,000 more tokens')")
     assert 1000 < tab.js("all(`.tok span`).length") < 5000 and not tab.problems
     tab.click(".tok button")
     tab.wait("text(`.tok`).includes('94,000 more')")
+
+
+def test_two_thousand_rollouts_of_fifty_calls(tab, tmp_path):
+    """Would catch a page that asks for every rollout, or for all of a call's tokens; one that builds 2,000 rows, or is
+    sent them all at each poll; and a server that parses calls for a list, or reads again what has not grown."""
+    history, calls = [5] * 9, []
+    for i in range(50):
+        calls.append(call(i, history + [4] * 20, [6] * 20))
+        history = calls[-1].ids
+    text, root = write(tmp_path / "one.jsonl", calls).read_text(), tmp_path / "run"
+    for i in range(2000):
+        path = root / "rollouts" / f"step-{i // 64:04}" / f"t{i // 8 % 8}.h.{i % 8}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace('"task": "t"', f'"task": "t{i // 8 % 8}"', 1))
+    (root / "metrics.jsonl").write_text('{"phase": "rl", "step": 0, "reward/mean": 0.5}\n')
+    read = lambda: int(re.match(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+    before, parsed = read(), viewer.load.cache_info().misses
+    page = viewer.Viewer([root])
+    assert read() - before < 1.5 * 2000 * len(text)
+    first, page.checked, before = page.state(), 0., read()
+    with open(path, "a") as f: f.write('{"type": "kind", "id": 49, "kind": "compaction"}\n')
+    news = page.state(first["gen"], first["boot"])
+    assert [x["id"] for x in news["runs"][0]["rows"]] == ["rollouts/step-0031/t1.h.7"]
+    assert read() - before < 3 * len(text) and len(json.dumps(news)) < 5000
+    with serve(root) as address:
+        asked = ("performance.getEntriesByType('resource').map(x => [new URL(x.name).pathname, x.transferSize])"
+                 ".filter(x => x[0] !== '/favicon.ico')")
+        tab.open(address + "#view=overview", "text(`main`).includes('2000 rollouts') && all(`figure`).length")
+        tab.wait(f"{asked}.length > 1")
+        (name, size), *later = tab.js(asked)
+        assert name == "/api/state" and size < 2000 * 800 and all(x[0] == name and x[1] < 1000 for x in later), later
+        assert tab.js("all(`*`).length") < 1000
+        tab.open(address + "#view=grid", "all(`.grid .sq`).length === 2000")
+        assert tab.js("all(`*`).length") < 5000
+        tab.open(address + "#view=list", f"{ROWS} >= 200")
+        assert tab.js(ROWS) <= 400 and viewer.load.cache_info().misses == parsed
+        tab.click("tbody a")
+        tab.wait("text(`.tok`).length > 50 && all(`.calls tr`).length === 51")
+        told = [x for x in tab.js(asked) if x[0] != "/api/state"]
+        assert [x[0] for x in told] == ["/api/rollout", "/api/tokens"] and sum(x[1] for x in told) < 200_000, told
+        assert viewer.load.cache_info().misses == parsed + 1 and not tab.problems
 
 
 def test_an_export_answers_as_the_server_does(tab, run, tmp_path):
@@ -661,13 +791,22 @@ def test_an_export_answers_as_the_server_does(tab, run, tmp_path):
     assert not tab.problems
 
 
-def test_narrow_screens(tab, server):
-    """Would catch a page that is wider than a telephone."""
+def test_narrow_screens(tab, server, run, tmp_path):
+    """Would catch a page that is wider than a telephone, in any view, or has a control beside it."""
+    file = tmp_path / "out.html"
+    viewer.export(viewer.Viewer([run]), file, 40)
+    views = {"overview": "figure", "grid": ".sq", "list": "tbody a", "list&q=größe&deep=1": "tbody a"}
+    rollouts = {"forked": ".fork", "hostile": ".tok", "long": ".tok button", "forked&mode=tokens": "select"}
+    views = {f"#view={view}&run=run": part for view, part in views.items()} | {AT + k: v for k, v in rollouts.items()}
     tab.size(360, 740)
     try:
-        for view in ("#view=overview", "#view=grid", "#view=list", AT + "forked", AT + "hostile"):
-            tab.open(server[0] + view, "all(`main > *`).length && all(`table, .grid, svg`).length")
-            assert tab.js("document.documentElement.scrollWidth") <= 360, view
+        for base in (server[0], f"file://{file}"):
+            for view, part in views.items():
+                if "deep" in view and base != server[0]: continue
+                tab.open(base + view, f"all(`main {part}`).length")
+                assert tab.js("document.documentElement.scrollWidth") <= 360, view
+                beside = "e => e.getBoundingClientRect().right > 360 && !e.closest('.scroll')"
+                assert not tab.js(f"all('a, button, input, select').filter({beside}).map(e => e.outerHTML)"), view
     finally: tab.size(1280, 900)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ENGINE, engine_prompts, make_task
+from test_viewer import serve, tab
 import harnesses
 import rollout
 import tree
@@ -127,6 +128,35 @@ def test_openclaw_with_its_tails_kept(roomy_proxy, connect):
     print("forked tokens", cost(forking), cost(stable), "unique tokens", new(forking), new(stable), "last prompt",
           len(forking.calls[-1].prompt_ids), len(stable.calls[-1].prompt_ids))
     assert new(stable) < new(forking)                       # tokens computed in training
+
+
+def test_the_page_shows_what_real_harnesses_did(roomy_proxy, roomy, connect, tab, tmp_path):
+    """Would catch a page on which a real harness's fork, its cause or its cost is missing or another than tree.py's, or
+    whose tree or rows lack a call; and one that a real prompt of 20,000 tokens breaks, or makes wider than a phone."""
+    names = ("claude-subagent", "codex-compact", "mini-malformed", "openclaw-mix", "opencode-compact",
+             "openhands-malformed")
+    folder, records = tmp_path / "run" / "rollouts" / "step-0000", {}
+    folder.mkdir(parents=True)
+    for i, name in enumerate(names):
+        _, records[name] = replay(next(p for p in WIRE if name in p.name), roomy_proxy, connect)
+        head, calls = (tmp_path / f"s{i}.jsonl").read_text().split("\n", 1)
+        head = json.dumps(json.loads(head) | {"harness": name, "model": roomy})
+        end = json.dumps({"type": "end", "outcome": "ok", "reward": 0.0, "seconds": {}})
+        (folder / f"{name}.jsonl").write_text(f"{head}\n{calls}{end}\n")
+    with serve(tmp_path / "run") as address:
+        tab.open(address + "#view=overview", f"all(`tbody tr`).length === {len(names)}")
+        for name, record in records.items():
+            tab.open(f"{address}#view=rollout&id=run/rollouts/step-0000/{name}", "text(`.tok`).length > 9")
+            rows = tab.js("all(`.calls tbody tr`).map(r => [...r.cells].slice(0, 3).map(c => c.innerText))")
+            assert rows == [[str(c.id), c.kind, c.cause or ""] for c in record.calls], name
+            drawn, why = tab.js("all(`article svg`)[0].textContent"), tab.js("text(`.why`)")
+            assert tab.js("all(`article svg circle`).length") == len(rows)
+            for cause, (num, cost) in tree.build(record).forks.items():
+                assert f"Forked {num} x ({cause}): {cost:,} tokens" in why and cause in drawn, (name, why, drawn)
+            tab.size(360, 740)
+            assert tab.js("document.documentElement.scrollWidth") <= 360, name
+            tab.size(1280, 900)
+    assert not tab.problems
 
 
 # ---- live: the harness itself, in a sandbox ----
