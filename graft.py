@@ -99,7 +99,7 @@ def graft(template_ids: list, calls: list, continues: dict, eos_ids: set, decode
                                   else "history_edited"}.get(relation, relation)
     if best is None: return template_ids, None, cause or ("unknown" if calls else None)
     is_branch = any(continues.get(c.id) == best.id for c in calls)
-    prompt_ids = best.prompt_ids[:] + best.sampled_ids[:keep - len(best.prompt_ids)]
+    prompt_ids = best.prompt_ids + best.sampled_ids[:keep - len(best.prompt_ids)]
     prompt_ids += template_ids[position:]
     return prompt_ids, best, (cause or "history_edited") if is_branch else None
 
@@ -148,7 +148,7 @@ def with_tails(messages: list, tails: dict, known: dict) -> list:
     so that the history only grows. tails: hash of the messages before it -> tail; the new one is entered. known: as for
     `outline`."""
     history, last = (messages[:-1], messages[-1]) if messages else ([], {})
-    is_tail = last.get("role") == "user" and text_of(last).startswith(TAIL)
+    is_tail = last.get("role") == "user" and text_of(last).startswith(TAIL) and len(text_of(last)) < 100_000    # kept
     if not is_tail: history = messages
     out, before = [], ""
     for m, row in zip(history, outline(history, known)):
@@ -210,13 +210,13 @@ def kind_of(call, session, messages: list) -> str:
         return "compaction"
     has_tools = any(s.num_tools for s in mains)
     if has_tools and not call.num_tools:
-        before = next((s for s in reversed(session.seen) if s.kind in ("main", "side") and not s.num_tools
-                       and (s.id == call.continues or is_next(s.outline, call.outline))), None)
-        if before:                                          # others' tools say nothing of a harness that has none
-            if before.kind == "side": session.retype(before, "main")
-            return "main"
         call.is_asked = any(asks_for_summary(text_of(m)) for m in messages if m.get("role") in ("system", "developer")
                             or m is messages[-1] and m.get("role") == "user")
+        before = next((s for s in reversed(session.seen) if s.kind in ("main", "side") and not s.num_tools
+                       and (s.id == call.continues or is_next(s.outline, call.outline))), None)
+        if before and not call.is_asked:                    # others' tools say nothing of a harness that has none
+            if before.kind == "side": session.retype(before, "main")
+            return "main"
         is_behind = any("assistant" in roles(s) and call.outline[:len(s.outline)] == s.outline for s in mains)
         return "compaction" if call.is_asked or is_behind else "side"
     openings = [who(s) for s in mains]

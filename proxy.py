@@ -66,7 +66,7 @@ class Pending:
     is_counted: bool = False                                # count_tokens: nothing is sampled
     is_labelled: bool = False                               # the harness's own headers call it a subagent's
     is_asked: bool = False                                  # the harness's own words ask for a summary
-    forced: object = None                                   # a choice of tools that rules sampling: not heeded
+    forced: str = None                                      # a choice of tools that rules sampling: not heeded
     id: int = None                                          # order in which sampling began
     kind: str = "main"
     template_ids: array = None                              # the prompt as the chat template renders it
@@ -94,10 +94,10 @@ class Pending:
 
     @property
     def has_failed(self) -> bool:
-        """Is it on record that the sampling failed? Whatever else goes wrong lies in the request or in the policy's own
-        words, and is told as 4xx: as a fault of ours it would take back a reward of 0."""
-        return self.answered_by is not None and any(
-            c.id == self.answered_by.id and c.finish in tree.UNTRAINED_FINISH for c in self.session.calls)
+        """Did sampling begin, and no whole call come on record? Whatever else goes wrong lies in the request or in the
+        policy's own words, and is told as 4xx: as a fault of ours it would take back a reward of 0."""
+        return self.answered_by is not None and not any(
+            c.id == self.answered_by.id and c.finish not in tree.UNTRAINED_FINISH for c in self.session.calls)
 
 
 @dataclass
@@ -728,12 +728,14 @@ class Proxy:
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
                      "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable-fastapi-docs",
-                     "--worker-extension-cls", "proxy.WeightReceiver", "--dtype", tree.native_dtype(),
-                     *engine_args]
+                     "--worker-extension-cls", "proxy.WeightReceiver",
+                     "--dtype", tree.native_dtype(), *engine_args]
         for name, value in {"VLLM_LOGGING_LEVEL": "ERROR",      # INFO shows what vLLM decided
                             "HF_HUB_OFFLINE": "1",
                             "VLLM_CPU_KVCACHE_SPACE": "1",      # GB; else nearly all memory, which must be free
-                            "VLLM_CPU_OMP_THREADS_BIND": "nobind",      # else each engine binds to the same cores
+                            # on a CPU an engine's core and worker are one process: of two, one spins while it waits
+                            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                            "VLLM_CPU_OMP_THREADS_BIND": "nobind",      # --tp: else engines share cores
                             "KMP_BLOCKTIME": "1"}.items():      # threads that wait do not spin: others need the cores
             os.environ.setdefault(name, value)
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)   # else a traceback for each broken tool call
@@ -768,7 +770,6 @@ class Proxy:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
-        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.utils.gc_utils import freeze_gc_heap
@@ -777,9 +778,6 @@ class Proxy:
         except SystemExit:
             raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; "
                              "see `vllm serve --help`") from None
-        if current_platform.is_cpu() and args.tensor_parallel_size == 1:    # as two processes, core and worker, one of
-            args.distributed_executor_backend = "uni"       # them spins on a core while it waits for the other
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"      # else vLLM's CPU platform undoes it
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = config.model_config.model
         if config.model_config.is_multimodal_model:         # it would fetch images, and the graft move them
@@ -825,7 +823,8 @@ class Proxy:
         def classify(call, session, messages, usable, ended, cause):
             """The call's kind and cause, and what it tells of earlier ones."""
             call.kind = graft.kind_of(call, session, messages)
-            reply = lambda s: (s.told or decode(usable[s.id].sampled_ids)) if s.id in usable else None
+            reply = lambda s: None if s.id not in usable else (
+                decode(usable[s.id].sampled_ids) if s.told is None else s.told)
             if call.continues is not None: session.settle(session.seen[call.continues])
             elif call.kind == "main":
                 for s in session.seen:

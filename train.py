@@ -205,7 +205,7 @@ def check(cfg: Config):
         assert Path(cfg.rollouts).resolve() != Path(cfg.out).resolve(), f"--rollouts {cfg.rollouts}: it is --out itself"
     config = Path(cfg.out) / "config.json"
     old = json.loads(config.read_text()) if cfg.resume and config.exists() else {}
-    for name in ("model", "algo", "seed", "kl_reward", "kl_loss", "warmup_steps"):
+    for name in ("model", "dtype", "algo", "seed", "kl_reward", "kl_loss", "warmup_steps"):
         assert old.get(name, getattr(cfg, name)) == getattr(cfg, name), (
             f"--{name} {getattr(cfg, name)}: the run in {cfg.out} began with {old[name]}; give that, or another --out")
 
@@ -691,6 +691,8 @@ def main(cfg: Config):
     out = Path(cfg.out)
     (out / "rollouts").mkdir(parents=True, exist_ok=True)
     states = lambda: sorted((out / "saved").glob("step-*"), key=lambda p: int(p.name[5:]))
+    dtypes = set(gather(cfg.dtype, world))
+    assert len(dtypes) == 1, f"--dtype: the ranks' machines choose {', '.join(sorted(dtypes))}; name one"
     run_id, saved = gather((uuid.uuid4().hex[:12], (states() or [None])[-1]), world)[0]
     at = json.loads((saved / "loop.json").read_text()) if saved else {}         # where the loop stood
     if (out / "checkpoint").exists() and at.get("step", cfg.steps) >= cfg.steps:

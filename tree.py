@@ -25,10 +25,10 @@ Dimension letters: T tokens of a packed forest, N its scored tokens, H heads, D 
 Invariant: every trained token of a rollout stands in exactly one path, every path in exactly one micro-batch."""
 import argparse, base64, errno, json, math, os, sys
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 import numpy as np
 import torch
@@ -98,26 +98,26 @@ class Ids:
         if surplus > 0: pieces[-1] = pieces[-1][:-surplus]
         own = after[:max(shared - len(before), 0)] + tail
         self.pieces = [*pieces, own] if own else pieces
-        self.size = shared + len(tail)
+        self.ends = [*accumulate(map(len, self.pieces))]
 
-    def __len__(self): return self.size
+    def __len__(self): return self.ends[-1]
 
     def __eq__(self, other): return len(self) == len(other) and self[:] == other[:]
+
+    def __add__(self, more): return self[:] + more
 
     def __iter__(self): return iter(self[:])
 
     def __getitem__(self, at):
         if not isinstance(at, slice):
-            own = (at := range(self.size)[at]) - self.size + len(self.pieces[-1])
-            return self.pieces[-1][own] if own >= 0 else self[at:at + 1][0]
-        start, end, _ = at.indices(self.size)
-        found, low = [], self.size
-        for piece in reversed(self.pieces):                            # mostly it is the end that is asked for
-            if low <= start: break
-            low -= len(piece)
-            if low < end: found.append(piece)
-        ids = array("i", b"".join(reversed(found)))
-        return ids if len(ids) == end - start else ids[start - low:end - low]
+            i = bisect_right(self.ends, at := range(len(self))[at])
+            return self.pieces[i][at - self.ends[i]]                   # from the piece's end
+        start, end, step = at.indices(len(self))
+        assert step == 1, f"{at}: token ids are sliced in their order"
+        i, ids = bisect_right(self.ends, start), array("i")
+        for piece in self.pieces[i:bisect_left(self.ends, end) + 1]: ids += piece
+        low = start - (self.ends[i - 1] if i else 0)
+        return ids if len(ids) == end - start else ids[low:low + max(end - start, 0)]
 
 
 def lcp(a, b):
@@ -456,7 +456,9 @@ def split(paths, budget, unit=None):
 def native_dtype() -> str:
     """bfloat16 where the machine computes in it; else float32: a CPU that must convert takes five times as long."""
     able = torch.cpu.get_capabilities()
-    return "bfloat16" if torch.cuda.is_available() or able.get("avx512_bf16") or able.get("bf16") else "float32"
+    is_able = torch.cuda.is_bf16_supported(False) if torch.cuda.is_available() else (
+        able.get("avx512_bf16") or able.get("bf16"))
+    return "bfloat16" if is_able else "float32"
 
 
 cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -27,7 +27,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 LOG_BYTES = 100_000                         # shown of each end of what a harness, or a verifier, printed
 OUTCOMES = {"ok": "The harness ended normally", "overlong": "The harness ran out of turns or of its token budget",
             "timeout": "The agent's time limit ended it", "harness_error": "The harness ended with an error status",
-            "verifier_error": "The verifier gave no reward", "infra_error": "Sandbox, image or disk failed",
+            "verifier_error": "The verifier wrote no number", "infra_error": "Sandbox, image or disk failed",
             "no_calls": "The harness never reached the model", "stale": "It outlived --max_staleness",
             None: "Not finished"}
 
@@ -181,7 +181,7 @@ def of_rollouts(last: list):
         bad = [x for x in xs if x["outcome"] not in ("ok", "overlong")]
         num, detail = (Counter(x.get(k) for x in bad if x.get(k)).most_common() for k in ("outcome", "detail"))
         told, is_failing = ", ".join(f"{n} {k}" for k, n in num), len(bad) > max(1, 0.2 * len(xs))
-        if detail: told += f" (mostly: {detail[0][0][:160]})"
+        if detail: told += f" ({'mostly' if 2 * detail[0][1] > len(bad) else 'one'}: {detail[0][0][:160]})"
         if bad: yield 1 + is_failing, f"Harness {h}{' is failing' * is_failing}: of its last {len(xs)} rollouts {told}."
         if len(xs) >= 4 and mean[h] == 0 and max(mean.values()) > 0.1 and h != "nop":
             yield 2, f"Harness {h} solves nothing in {len(xs)} rollouts, others do."

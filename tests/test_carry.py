@@ -162,7 +162,7 @@ def test_a_killed_run_takes_its_carried_rollouts_up_again(tiny, tasks, tmp_path)
     first = {path: tree.read(path) for path in (out / "rollouts/step-0000").glob("*.jsonl")}
     cut = {path: r for path, r in first.items() if not r.outcome and r.calls}
     assert len(cut) == 4, "the slow group is between its first command and its second call"
-    status, stderr, rows = train(tiny, tasks, out, *flags, is_quick=False)      # others would not be taken up
+    status, stderr, rows = train(tiny, tasks, out, *flags)
     assert status == 0, stderr[-3000:]
     found, records = trained(out)
     assert len(found) == len({path for path, _, _ in found}) == len(records) and len(rows) == 4, rows

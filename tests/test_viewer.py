@@ -796,7 +796,8 @@ def test_narrow_screens(tab, server, run, tmp_path):
     file = tmp_path / "out.html"
     viewer.export(viewer.Viewer([run]), file, 40)
     views = {"overview": "figure", "grid": ".sq", "list": "tbody a", "list&q=größe&deep=1": "tbody a"}
-    rollouts = {"forked": ".fork", "hostile": ".tok", "long": ".tok button", "forked&mode=tokens": "select"}
+    rollouts = {"forked": ".fork", "hostile": ".tok", "long": ".tok button", "forked&mode=tokens": "select",
+                "say.bash.0": ".key", "say.bash.0&mode=tokens&with=run/rollouts/step-0000/say.bash.1": "article + article"}
     views = {f"#view={view}&run=run": part for view, part in views.items()} | {AT + k: v for k, v in rollouts.items()}
     tab.size(360, 740)
     try:
