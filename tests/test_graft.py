@@ -269,6 +269,8 @@ def test_a_request_with_tools_does_not_untrain_a_harness_without():
     assert kind(seen, [("system", "Write a title."), ("user", "x")], 0) == "side"               # it goes on from none
     seen[0].kind = "side"
     assert kind(seen, LATER, 0) == "main" and seen[0].kind == "main"        # though no tokens do: thoughts are stripped
+    asked = [*LATER, ("user", "You are performing a CONTEXT CHECKPOINT COMPACTION. Write a handoff summary.")]
+    assert kind(seen, asked, 0, continues=0) == "compaction"                # it says so itself
 
 
 TAIL = "<<<BEGIN>>>\nExec sessions: "

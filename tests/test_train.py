@@ -158,9 +158,10 @@ def test_metrics_of_a_mixed_run():
     names, more = ["bash", "pi"], [[7, 8, 9], [9, 8, 7], [8, 7, 9]]
     rollouts = [dataclasses.replace(forked(r, more), harness=h, outcome=o)
                 for h, r, o in (("bash", 1., "ok"), ("pi", 0., "timeout"), ("bash", 0., "ok"))]
+    for c in (c for r in rollouts for c in r.calls): c.received_s, c.finished_s = 0., 1.
     m = loop.step_metrics(rollouts, rollouts, torch.tensor([1., 0., 0.]), names)
     assert (m["reward/bash"], m["reward/pi"], m["outcome/bash/ok"], m["outcome/pi/timeout"]) == (0.5, 0., 2, 1)
-    batch = loop.make_batch([tree.build(r) for r in rollouts], 0)
+    batch = loop.make_batch([tree.build(r) for r in rollouts], None)
     batch.logp_rollout = torch.linspace(-3, -.1, len(batch.rollout))
     logp = batch.logp_rollout - 0.05 * (batch.rollout == 1)
     m |= loop.fidelity(batch, logp, torch.ones(len(logp), dtype=torch.bool), rollouts, 0.1)
