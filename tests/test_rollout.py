@@ -782,8 +782,8 @@ def test_random_kills_of_the_engine_too(tiny, tmp_path, request, num, deaths, wh
     assert not sandbox.reap(runner.run_id)
 
 
-@pytest.mark.parametrize("gains, num_starts, is_broken", [([5], 1, False), ([1, 1, 1], 1, False), ([4, 2], 2, False),
-                                                          ([5], 1, True)])
+@pytest.mark.parametrize("gains, num_starts, is_broken", [([6], 1, False), ([1, 1, 1], 1, False), ([4, 2], 2, False),
+                                                          ([6], 1, True)])
 def test_another_engine_is_worth_its_start(tmp_path, gains, num_starts, is_broken):
     """Would catch an engine started for each rollout of a task that kills it, and one that does not start and takes
     what is done with it. gains: how many of six lost rollouts each further engine ends before it dies, too."""
@@ -1025,7 +1025,7 @@ def test_compare_checkpoints_by_harness(tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [(r["harness"], r["k"], r["num_tasks"], r["a"], r["b"]) for r in rows] == [
         ("bash", 1, 4, 0.25, 1.0), ("pi", 1, 4, 0.75, 0.5), ("all", 1, 4, 0.5, 0.75)]
-    assert [r["p"] for r in rows] == [0.25, 1.0, 0.5]       # of 3, 1 and 2 tasks that differ: 2 / 2^3, 1, 2 / 2^2
+    assert [r["p"] for r in rows] == [0.25, 1.0, 0.625]     # of 3, 1 and 4 tasks that differ: 2 / 2^3, 1, 10 / 2^4
 
 
 def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
