@@ -311,12 +311,12 @@ def test_get_refuses_tricks(box, tmp_path, trick, monkeypatch):
 def test_the_number_of_files_is_bounded(kind, tmp_path, monkeypatch):
     """Catches: a million empty files, made inside, that fill the host's memory or its table of files."""
     monkeypatch.setattr(sandbox, "GET_FILES", 1000)
-    with make(kind) as agent, make(kind) as fresh:
+    with make(kind) as agent, make(kind) as fresh, make(kind) as another:
         sh(agent, "mkdir x; cd x; for i in $(seq 990); do echo > $i; done")
         agent.carry("/app", fresh)
         agent.get("/app/x", tmp_path / "few")
         sh(agent, "cd x; for i in $(seq 20); do echo > y$i; done")
-        for out_of_there in (lambda: agent.carry("/app", fresh), lambda: agent.get("/app", tmp_path / "many")):
+        for out_of_there in (lambda: agent.carry("/app", another), lambda: agent.get("/app", tmp_path / "many")):
             with pytest.raises(ValueError, match="more than 1000 files"): out_of_there()
         sh(agent, "for i in $(seq 1100); do echo > /home/$i; done")
         assert 500 < len(agent.changed()) <= 1000
