@@ -317,7 +317,7 @@ def test_the_number_of_files_is_bounded(kind, tmp_path, monkeypatch):
         agent.get("/app/x", tmp_path / "few")
         sh(agent, "cd x; for i in $(seq 20); do echo > y$i; done")
         for out_of_there in (lambda: agent.carry("/app", another), lambda: agent.get("/app", tmp_path / "many")):
-            with pytest.raises(ValueError, match="more than 1000 files"): out_of_there()
+            with pytest.raises(ValueError, match=r"more than 100\d files"): out_of_there()
         sh(agent, "for i in $(seq 1100); do echo > /home/$i; done")
         assert 500 < len(agent.changed()) <= 1000
 
