@@ -26,7 +26,9 @@ Outcomes, and what becomes of the reward:
     harness_error  the harness ended with another status and without a final answer, or its last request failed
                                                                      the verifier's: exit status is no success signal
     verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics; of a model 0 if
-                   the oracle has scored 1 in this mode: the cause is what was left
+                   the oracle has scored 1 in this mode and what was left is the likely cause: not where the verifier
+                   was killed (137), paid calls wrongly, did not name what counts, or was out of time though the
+                   oracle's had taken over a tenth of the limit
     infra_error    sandbox, image, disk or engine failed             none
     no_calls       the harness never reached the model               none, and a warning
     stale          it outlived `train.py --max_staleness`            none
@@ -58,15 +60,17 @@ WITHOUT_MODEL = ("oracle", "nop")
 SPENT_S = 10                            # how long a harness may go on when its budget of calls or tokens is used up
 VERIFY = ("strict", "compat", "history")
 DEFENCES = ("git", "tools", "links", "tamper")
-OUT_OF_TIME = "ran out of time"         # a verifier, in its rollout's detail
+OUT_OF_TIME = "tests/test.sh ran out of time"           # how the detail of its rollout begins
+NOT_THE_AGENT_S = re.compile("(?i)no space left|disk full|timed out|outside it has killed")     # SandboxErrors
 ENGINE_DEAD = "vLLM's engine is dead; VLLM_LOGGING_LEVEL=INFO tells why"
 CANARY = re.compile(r"(?i)\A(?:\s*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*(?:\n|\Z))+")      # Harbor leaves it out, too
 MAX_REWARD = 1e15                       # float32 must hold the squares of sums
 READ = {                                # keys of task.toml that are read; [metadata] and [task] are their authors'
-    "": "version schema_version task metadata agent verifier environment solution artifacts source",
-    "agent": "timeout_sec user network_mode", "verifier": "timeout_sec user env network_mode environment_mode",
+    "": "version schema_version task metadata agent verifier environment solution artifacts source steps",
+    "agent": "timeout_sec user network_mode allowed_hosts",
+    "verifier": "timeout_sec user env network_mode environment_mode allowed_hosts environment collect",
     "environment": "build_timeout_sec docker_image os cpus memory_mb storage_mb memory storage gpus gpu_types env "
-                   "workdir allow_internet network_mode", "solution": "env"}
+                   "workdir allow_internet network_mode allowed_hosts mcp_servers healthcheck tpu", "solution": "env"}
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -100,8 +104,8 @@ class Task:
         return digest.hexdigest()[:32]
 
     def mode_file(self, kind: str, proven="") -> Path:
-        """Where the verify mode that the oracle found is remembered, for this content and kind of sandbox; proven: what
-        is there once the oracle has scored 1 in that mode."""
+        """Where the verify mode that the oracle found is remembered, for this content and kind of sandbox; proven: of
+        the mode in which the oracle last scored 1, the seconds that verifying took."""
         return harnesses.cache() / "verify" / "-".join(filter(None, (self.digest, kind, proven)))
 
 
@@ -342,14 +346,15 @@ class Runner:
                 for mode in modes:
                     seconds.clear()
                     found[mode] = end = self.agent_and_verify(job, mode, session, log, seconds)
-                    if (end["reward"] or 0) < 1: continue
-                    if job.harness == "oracle": remember(job.task.mode_file(self.kind, mode), "")
-                    break
+                    is_solved, proof = (end["reward"] or 0) >= 1, job.task.mode_file(self.kind, mode)
+                    if job.harness == "oracle" and is_solved: remember(proof, str(seconds["verify"]))
+                    elif job.harness == "oracle" and end["reward"] is not None: proof.unlink(missing_ok=True)
+                    if is_solved: break
                 else:                                       # none did: the first that came to a verdict
                     mode = next((m for m in modes if found[m]["reward"] is not None), modes[0])
                     end = found[mode]
                 # the oracle looked for the strictest; a time limit says nothing of a mode
-                if len(modes) > 1 and not any(x["outcome"] == "timeout" or OUT_OF_TIME in x["detail"]
+                if len(modes) > 1 and not any(x["outcome"] == "timeout" or x["detail"].startswith(OUT_OF_TIME)
                                               for x in found.values()):
                     remember(job.task.mode_file(self.kind), mode if (end["reward"] or 0) >= 1 else "strict")
             if session is not None and session.broken:
@@ -405,7 +410,7 @@ class Runner:
                         "the image has no WORKDIR, so no workspace to carry over: give it one, or say --verify compat"}
             own_tests = stack.enter_context(tempfile.TemporaryDirectory())      # the image's, before an agent comes
             if mode != "strict":
-                with contextlib.suppress(FileNotFoundError): box.get("/tests", own_tests)
+                with contextlib.suppress(FileNotFoundError, ValueError): box.get("/tests", own_tests)
             took("start")
             stack.enter_context(self.turns)
             self.is_going.wait()
@@ -434,8 +439,9 @@ class Runner:
             reward, call_rewards, named, problem = self.run_tests(job, session, fresh, log)
             took("verify")
         if named: more["rewards"] = named
-        if problem:     # of a verifier that is known to work, what the agent left is the cause: else it escapes its 0
-            reward = 0. if session and task.mode_file(self.kind, mode).exists() else None
+        if problem:                                         # no way out of a 0
+            is_agent_s = reward == 0 and session and self.is_proven(task, mode, problem.startswith(OUT_OF_TIME))
+            reward = 0. if outcome == "overlong" or is_agent_s else None
             return {"outcome": "verifier_error", "reward": reward, "detail": problem} | more
         how = f"exit status {result.exit_code}"
         if result.is_over_disk: how = f"wrote more than {task.limits['disk_mb']} MB"
@@ -443,6 +449,12 @@ class Runner:
         if outcome == "overlong": reward, call_rewards = 0., None
         if outcome == "harness_error" and session and session.refused: detail += f", last answer {session.refused}"
         return {"outcome": outcome, "reward": reward, "call_rewards": call_rewards, "detail": detail} | more
+
+    def is_proven(self, task: Task, mode: str, is_out_of_time: bool) -> bool:
+        """Has the oracle shown that the verifier works, and that it has time enough on a machine however busy?"""
+        proof = task.mode_file(self.kind, mode)
+        return proof.exists() and (not is_out_of_time
+                                   or float(proof.read_text() or "inf") < task.verifier_timeout_s / 10)
 
     def run_agent(self, job: Job, harness, session, box, log: Path):
         """The agent, to its end and that of its session -> sandbox.Result, or None: it was given up."""
@@ -482,7 +494,7 @@ class Runner:
         """-> (the sandbox to verify in, None), and the agent's is removed; or (_, what the agent did against it)."""
         if mode == "strict":
             fresh = stack.enter_context(self.make(job, "verify"))
-            try: left_out = box.carry(fresh.workdir, fresh, self.off)
+            try: left_out = box.carry(fresh.workdir, fresh, self.off, job.task.envs.get("verifier"))
             except (FileNotFoundError, ValueError) as e: return fresh, e
             if left_out: more |= {"left_out": left_out[:20], "num_left_out": len(left_out)}
         else:
@@ -492,7 +504,9 @@ class Runner:
                 box.freeze()                                # raises where it is gone, the next line where Docker is
                 with self.make(job, "probe") as probe, probe.snapshot(): probe.exec(["true"])
                 try: fresh, code = self.heir(job, box, stack)
-                except sandbox.SandboxError as e: return None, e        # no shell, a file in a folder's place, ...
+                except sandbox.SandboxError as e:           # no shell, a file in a folder's place, ...
+                    if self.is_stopping.is_set() or NOT_THE_AGENT_S.search(str(e)): raise
+                    return None, e
             if code: return fresh, "/tests, /solution and /logs cannot be emptied of what the agent left there"
             if os.listdir(own_tests): fresh.put(own_tests, "/tests")
         box.stop()
@@ -517,7 +531,8 @@ class Runner:
         with open(log, "a") as f: f.write("\n=== verifier\n")
         task = job.task
         verdict = box.exec(script(task.path / "tests/test.sh", "/tests/test.sh"), timeout_s=task.verifier_timeout_s,
-                           log=log, env=task.envs.get("verifier"), user=task.users.get("verifier", ""))
+                           log=log, env=task.envs.get("verifier"), user=task.users.get("verifier", ""),
+                           clock=self.clock)
         return read_reward(box, verdict, len(session.seen) if session else 0, self.reward_weights)
 
     def run_all(self, jobs: list, out: Path, what: str, quiet=False) -> list:
@@ -541,7 +556,7 @@ class Runner:
         return self.futures[num_earlier:]
 
     def hold(self):
-        """Until `go_on` no sandbox and no agent starts, and no agent's time limit comes nearer; with the engine asleep,
+        """Until `go_on` no sandbox and no agent starts, and no time limit comes nearer; with the engine asleep,
         an agent goes on to its next call, a verifier to its end. None is frozen: clocks inside would run on, and each
         command that a harness had timed would be over its limit at the thaw."""
         self.is_going.clear()
@@ -611,7 +626,8 @@ def parse_reward(text: str, is_json: bool, weights: dict | None) -> tuple:
 
 
 def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
-    """-> (reward, the calls' rewards by id or None, {name: reward}, None) or (None, None, {}, what is wrong)"""
+    """-> (reward, the calls' rewards by id or None, {name: reward}, None) or (0 where what the agent left may be the
+    cause, else None; None, {}, what is wrong)"""
     with tempfile.TemporaryDirectory() as tmp:
         problem, files = None, [Path(tmp) / name for name in ("reward.json", "reward.txt")]
         for file in files:
@@ -630,13 +646,14 @@ def read_reward(box, verdict, num_calls: int, weights: dict | None) -> tuple:
                 continue
             except (ValueError, TypeError, AttributeError, OverflowError, RecursionError): reward = math.nan
             if not abs(reward) < MAX_REWARD:
-                return None, None, {}, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; {needs}"
+                return 0., None, {}, f"tests/test.sh wrote {text.strip()[:80]!r} to {name}; {needs}"
             try: return reward, pay_calls(text, num_calls) if name == "reward.json" else None, named, None
             except ValueError as e: return None, None, {}, f"tests/test.sh {e}"
     if problem: return None, None, {}, problem
-    how = OUT_OF_TIME if verdict.timed_out else f"ended with status {verdict.exit_code}"
-    return (None, None, {},
-            f"tests/test.sh {how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}")
+    how = OUT_OF_TIME if verdict.timed_out else f"tests/test.sh ended with status {verdict.exit_code}"
+    is_killed = verdict.exit_code == 137 and not (verdict.timed_out or verdict.is_over_disk)
+    return (None if is_killed else 0., None, {},
+            f"{how} and wrote no /logs/verifier/reward.txt: {verdict.output.strip()[-200:]}")
 
 
 # --- what came of many ------------------------------------------------------------------------------------------------
@@ -877,10 +894,14 @@ def run_on_engines(runner, make_proxy, jobs: list, out: Path, what: str) -> list
     """Rollouts of all jobs; what vLLM's engine leaves undone when it dies is run by another one, while that helps."""
     done, num_lost = runner.run_all(jobs, out, what), math.inf
     is_lost = lambda r: r.outcome == "infra_error"
-    while runner.proxy is not None and runner.proxy.engine.errored and 0 < (num := sum(map(is_lost, done))) < num_lost:
+    while runner.proxy and runner.proxy.engine.errored and 0 < (num := sum(map(is_lost, done))) <= num_lost / 2:
         print(f"vLLM's engine died; another one takes over, {num} rollouts are run again", file=sys.stderr)
         runner.proxy.close()
-        runner.proxy, num_lost = make_proxy(), num
+        runner.proxy, num_lost = None, num
+        try: runner.proxy = make_proxy()
+        except (RuntimeError, OSError) as e:                # memory is not free yet, ...: what is done still counts
+            print(f"it does not start: {e}", file=sys.stderr)
+            break
         again = iter(runner.run_all([job for job, r in zip(jobs, done) if is_lost(r)], out, what))
         done = [next(again) if is_lost(r) else r for r in done]
     return done

@@ -41,8 +41,8 @@ from harnesses import relay
 
 TAIL_BYTES = 64 << 10   # output of an exec that Result keeps
 LOG_BYTES = 10 << 20    # output of an exec that its log file keeps
-GET_BYTES = 1 << 30     # largest archive that leaves a sandbox
-GET_FILES = 200_000     # most files and folders in one
+GET_BYTES = 1 << 30     # largest archive that leaves a sandbox; of a workspace, beside what its image has there
+GET_FILES = 200_000     # most files and folders in one, likewise
 IN_THE_WAY = re.compile("not a directory|too many (links|levels)")      # a file or link in a folder's place
 DISK_RESERVE_MB = 256   # of the host: less, and every sandbox fails
 OPEN_FILES = 4096       # a process
@@ -354,12 +354,12 @@ class Sandbox:
                 else:
                     path.mkdir(parents=True, exist_ok=True)
 
-    def carry(self, inside, other, off=()):
+    def carry(self, inside, other, off=(), env=None):
         """Make a folder of another sandbox, fresh from the image, equal to this one's; nothing is unpacked on the host.
-        Raises as `get` does, and for what workspace.py refuses; `off`: its defences that are not wanted. Returns the
-        names that were left out and that are not the image's."""
+        Raises as `get` does, and for what workspace.py refuses; `off`: its defences that are not wanted; `env`: of what
+        will run there. Returns the names that were left out and that are not the image's."""
         what = f"{inside} in {self.name}"
-        kept, links, python, (own_bytes, own_files) = other._clear(inside, off)     # own: not counted
+        kept, links, python, (own_bytes, own_files) = other._clear(inside, off, env)    # own: not counted
         with _faults(f"carry {inside} from {self.name}"), self._get(inside, GET_BYTES + own_bytes) as archive:
             tar = tarfile.open(fileobj=archive)
             if not posixpath.basename(inside) or not tar.next().isdir():
@@ -374,10 +374,10 @@ class Sandbox:
                 other._unpack(chosen, posixpath.dirname(inside))
         return left_out
 
-    def _clear(self, inside, off):
+    def _clear(self, inside, off, env):
         """Empty a folder but for what stays the image's -> what workspace.heard tells."""
         words = ["sh", "-c", workspace.CLEAR, inside, "" if "tools" in off else "tools", *workspace.kept_by(off)]
-        result = self.exec(words, user="root")
+        result = self.exec(words, user="root", env=env)
         if result.exit_code or len(result.output) >= TAIL_BYTES:
             raise SandboxError(f"{inside} of {self.name} cannot be emptied: {result.output[-1000:]}")
         return workspace.heard(result.output)

@@ -10,7 +10,7 @@ tools  what the image holds of PATH and LD_LIBRARY_PATH folders, virtual environ
 links  ValueError for setuid files, devices, fifos and symbolic links out of the workspace, but for the image's and
        those into SHARED
 Not covered: settings of pytest and uv in the workspace's tox.ini, setup.cfg and pyproject.toml, which rule tests that
-are run inside it; whatever else tests load from the workspace.
+are run inside it; a PATH or LD_LIBRARY_PATH in which the workspace itself stands; whatever else tests load from it.
 """
 import copy, posixpath, re, sys
 
@@ -23,23 +23,24 @@ CLEAR = r"""mkdir -p /logs/verifier; chmod 777 /logs/verifier
 cd "$0" 2> /dev/null || exit 0
 is_deep=$1; shift
 printf 'S%s\0' "$(find . -printf '%s\n' 2> /dev/null | awk '{ n += $1 + 1024 } END { printf "%.0f %d", n, NR }')"
+full() { full=${1%/}; full=${full#./}; case $full in /*) ;; . | '') full=$0 ;; *) full=$0/$full ;; esac; }
 [ -z "$is_deep" ] || {
-    IFS=:; for top in "$0" $PYTHONPATH; do
-        case $top in /*) ;; *) top=$0/$top ;; esac; top=${top%/}/
+    IFS=:; for top in "$0" $PYTHONPATH; do full "$top"; top=$full/
         case $top in "$0"/*) top=${top#"$0/"}; printf 'P%s\0' "$top"
-            find "./$top" -mindepth 1 -maxdepth 2 ! -type d \( -name '__init__.*' -o ! -path "./$top*/*" \) \
-                -printf "T$top%P\\0" 2> /dev/null | head -c 8000 ;; esac
+            find "./$top" -mindepth 1 -maxdepth 2 ! -type d \( -name '__init__.*' -o ! -path "./$top*/*" \
+                \( -name '*.py' -o -name '*.pyc' -o -name '*.so' \) \) -printf "T$top%P\\0" 2> /dev/null | head -c 8000
+            printf '\0' ;; esac        # a word that head has cut is not to swallow the next
     done
     (cd / && python3 -c '
 import pkgutil, sys
 place = lambda f: str(getattr(f, "path", "") or getattr(f, "archive", ""))
 known = {m.name for m in pkgutil.iter_modules() if not (place(m.module_finder) + "/").startswith(sys.argv[1] + "/")}
 print("".join("M%s\0" % name for name in sorted(known - set(getattr(sys, "stdlib_module_names", ())))), end="")
-' "$0" 2> /dev/null | head -c 16000)
+' "$0" 2> /dev/null | head -c 16000; printf '\0')
     IFS='
 '; for file in $(find . -mindepth 2 -name pyvenv.cfg); do set -- "$@" -o -path "${file%/*}"; done
-    IFS=:; for folder in $PATH $LD_LIBRARY_PATH $LD_PRELOAD $BASH_ENV; do folder=${folder%/}
-        case $folder in "$0"/?*) printf '.%s\0' "${folder#"$0"}"; set -- "$@" -o -path ".${folder#"$0"}" ;; esac
+    IFS=:; for folder in $PATH $LD_LIBRARY_PATH $(echo "$LD_PRELOAD" | tr ' ' :) $BASH_ENV; do full "$folder"
+        case $full in "$0"/?*) printf '.%s\0' "${full#"$0"}"; set -- "$@" -o -path ".${full#"$0"}" ;; esac
     done
 }
 find . -mindepth 1 \( "$@" \) -prune -o -type l -printf 'L%P\n%l\0' 2> /dev/null
@@ -49,7 +50,7 @@ exit 0"""
 AUTOLOADED = {"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini", ".pytest.ini", "entry_points.txt",
               "uv.toml"}
 AT_HOME = (".bashrc", ".bash_profile", ".bash_login", ".profile", ".zshenv", ".curlrc", ".wgetrc", ".pydistutils.cfg",
-           ".pip", ".config/pip", ".config/uv")              # where the workspace is a user's home
+           ".pip", ".config/pip", ".config/uv", ".config/curlrc")       # where the workspace is a user's home
 MODULES = {*sys.stdlib_module_names, "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments",
            "sitecustomize", "usercustomize"}
 SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")   # of the image: a link there reveals nothing
@@ -102,30 +103,29 @@ def heard(text):
 
 def is_loaded(name, parts, is_link, python):
     """Would Python, pytest, uv, a shell or curl load a file of this name, or what a link of it leads to, unasked?
-    python: folders/ where it looks for modules, names of those that it knows, the image's own files there."""
+    is_link: one that is not the image's; python: folders/ where it looks for modules, names of those that it knows,
+    the image's own files there."""
     if AUTOLOADED.intersection(parts) or parts[:2] == [".local", "lib"]: return True
     if not {parts[0], "/".join(parts[:2])}.isdisjoint(AT_HOME): return True
     if name.endswith(".pth") and "site-packages" in parts: return True
     tops, known, own = python
+    if is_link and any(top.startswith(f"{name}/") for top in tops): return True
     for top in tops if name not in own else ():
         inner = name.removeprefix(top).split("/")
         if not name.startswith(top) or inner[0].partition(".")[0] not in known: continue
-        if inner[1:]: return len(inner) == 2 and inner[1].startswith("__init__.")
-        return is_link or name.endswith((".py", ".pyc", ".so"))
+        if len(inner) == 2 and inner[1].startswith("__init__."): return True
+        if len(inner) == 1 and (is_link or name.endswith((".py", ".pyc", ".so"))): return True
     return False
 
 
 def is_git_setting(name, parts, is_folder, bare):
     """A file by which a repository that is not the image's could run commands? bare: folders that git would take for
     one, whatever their names."""
-    if name in (".gitconfig", ".config/git/config"): return True
-    if parts[-1] == ".git": return not is_folder            # leads to a repository elsewhere
-    if "/".join(parts[:-1]) in bare and parts[-1] == "config": return True
-    if "hooks" in parts and "/".join(parts[:parts.index("hooks")]) in bare: return True
-    if ".git" not in name: return False
-    start = next((i for i, part in enumerate(parts[:-1], 1) if part.endswith(".git")), None)
-    inner = parts[start:] if start else [""]
-    return inner[0] == "hooks" and len(inner) > 1 or inner[-1] in ("config", "config.worktree")
+    if name in (".gitconfig", ".config/git/config") or parts[-1] == "config.worktree": return True
+    if parts[-1] in (".git", "commondir"): return not is_folder     # leads to a repository elsewhere
+    is_repository = lambda i: "/".join(parts[:i]) in bare or i > 0 and parts[i - 1].endswith(".git")
+    return (parts[-1] == "config" and (".git/" in name or is_repository(len(parts) - 1))
+            or any(part == "hooks" and is_repository(i) for i, part in enumerate(parts)))
 
 
 def choose(members, inside, kept, links, off, python=((), (), ())):
@@ -146,11 +146,11 @@ def choose(members, inside, kept, links, off, python=((), (), ())):
         if "tools" not in off and "__pycache__" in parts: continue      # may hold another program than its source
         if name in above and not member.isdir():
             raise ValueError(f"{name} is not carried over: the image has a folder there, some of which stays")
-        if ("tools" not in off and is_loaded(name, parts, member.issym(), python)
+        is_image_s = member.issym() and links.get(name) == member.linkname
+        if ("tools" not in off and is_loaded(name, parts, member.issym() and not is_image_s, python)
                 or "git" not in off and is_git_setting(name, parts, member.isdir(), bare)):
             left_out.append(name)
             continue
-        is_image_s = member.issym() and links.get(name) == member.linkname
         if "links" not in off and not is_image_s and (problem := refused(member, inside)):
             raise ValueError(f"{name} is not carried over: {problem}")
         if member.islnk(): member = renamed(member, "linkname", carried[origin])

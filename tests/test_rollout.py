@@ -225,6 +225,8 @@ def test_out_of_turns(run, scripted):
     """Would catch a rollout without a final answer that is rewarded: the policy would learn never to stop."""
     done = run(scripted, ("true",) * 9)
     assert (done.outcome, done.reward) == ("overlong", 0) and len(done.calls) == 3
+    done = run(scripted, ("true",) * 9, test="exit 3")
+    assert (done.outcome, done.reward) == ("verifier_error", 0), "a broken verifier is no way out"
 
 
 def test_a_session_that_does_not_end_is_an_infra_error(scripted, bubblewrap, tmp_path):
@@ -388,7 +390,9 @@ def test_keys_that_mean_nothing_are_told(tmp_path, capsys):
     notes = "[metadata]\nanything = 1\n[task]\nname = 'a/b'\n"
     for i in range(2): make_task(tmp_path / f"set/t{i}", toml=f"""enviroment = {{}}\n{notes}[agent]\ntimeout_secs = 9
 [environment]\nalow_internet = false\nskills_dir = "/x"\n""")
-    make_task(tmp_path / "set/u", toml=f"source = 'x'\n{notes}[verifier]\ntimeout_sec = 9\n[environment]\ncpus = 2")
+    make_task(tmp_path / "set/u", toml=f"""source = 'x'\nsteps = []\n{notes}[verifier]\ntimeout_sec = 9
+allowed_hosts = []\ncollect = []\n[agent]\nallowed_hosts = []
+[environment]\ncpus = 2\nmcp_servers = []\nallowed_hosts = []""")     # Harbor writes empty lists out
     assert len(load_tasks(tmp_path / "set")) == 3
     told = capsys.readouterr().err
     assert all(x in told for x in ("timeout_secs (is it timeout_sec?)", "alow_internet (is it allow_internet?)",
@@ -522,22 +526,29 @@ def test_a_slow_verifier_makes_no_task_lax(tmp_path, bubblewrap, monkeypatch):
     assert (done.reward, done.verify) == (1, "compat") and not task.mode_file(bubblewrap).exists()
 
 
-@pytest.mark.parametrize("break_it", ["sleep 60", "exit 3", f"echo nonsense {REWARD}; exit"])
-def test_breaking_a_verifier_that_works_is_no_way_out(scripted, tmp_path, bubblewrap, monkeypatch, break_it):
-    """Would catch an agent that escapes its 0 by files over which the verifier hangs or falls, and a verifier that
-    nobody has seen to work held against the policy."""
-    monkeypatch.setenv("HARNESS_RL_CACHE", os.environ.get("HARNESS_RL_CACHE") or str(Path.home() / ".cache/harness-rl"))
-    folder = make_task(tmp_path / "t", solution="echo right > f", toml="[verifier]\ntimeout_sec = 2", test=(
+@pytest.mark.parametrize("break_it, proof_s, reward", [
+    ("exit 3", "", 0), (f"echo nonsense {REWARD}; exit", "", 0), ("sleep 60", "0.4", 0), ("sleep 60", "0.6", None),
+    ("kill -9 $$", "", None), (f"echo '{{\"other\": 1}}' > {JSON}; exit", "", None),
+    (f"echo '{{\"reward\": 1, \"call_9\": 1}}' > {JSON}; exit", "", None)])
+def test_breaking_a_verifier(scripted, tmp_path, bubblewrap, monkeypatch, break_it, proof_s, reward):
+    """Would catch an agent that escapes its 0 by files over which the verifier hangs or falls; and what is held against
+    the policy: a verifier that nobody has seen to work, or no longer, one that is slow itself, is killed from outside,
+    or writes what the oracle never makes it write."""
+    rollout.harnesses.load("bash").mounts()                 # its runtimes are remembered, so not built once more
+    monkeypatch.setenv("HARNESS_RL_CACHE", str(tmp_path / "cache"))
+    folder = make_task(tmp_path / "t", solution="echo right > f", toml="[verifier]\ntimeout_sec = 5", test=(
         f"if [ $(cat f) = right ]; then echo 1 {REWARD}; else {break_it}; fi"))
     task, runner = load_task(folder, "t", BASE), Runner(scripted, bubblewrap, "test-broken", model="tiny")
     proof = task.mode_file(bubblewrap, "strict")
-    for file in (proof, task.mode_file(bubblewrap)): file.unlink(missing_ok=True)
     fall = lambda i: runner.run(Job(task, "bash", i, script=("echo wrong > f", "DONE")), tmp_path / "out")
     assert ((done := fall(0)).outcome, done.reward) == ("verifier_error", None)
-    assert runner.run(Job(task, "oracle"), tmp_path / "out").reward == 1 and proof.exists()
-    assert ((done := fall(1)).outcome, done.reward) == ("verifier_error", 0)
+    assert runner.run(Job(task, "oracle"), tmp_path / "out").reward == 1 and 0 < float(proof.read_text()) < 5
+    if proof_s: proof.write_text(proof_s)
+    assert ((done := fall(1)).outcome, done.reward) == ("verifier_error", reward)
+    if JSON in break_it: return
     assert runner.run(Job(task, "nop"), tmp_path / "out").reward is None, "nop is asked whether the task is right"
-    for file in (proof, task.mode_file(bubblewrap)): file.unlink()
+    (folder / "tests/test.sh").write_text(f"echo 0 {REWARD}")
+    assert runner.run(Job(task, "oracle"), tmp_path / "out").reward == 0 and not proof.exists()
 
 
 @pytest.mark.parametrize("where", ["bubblewrap", "docker"])
@@ -554,7 +565,7 @@ def test_the_verifier_has_room_of_its_own(tmp_path, request, where):
 
 def test_the_image_s_own_tests_stay(tmp_path, docker):
     """Would catch a folder /tests of the image that a laxer verification deletes with what the agent left in it."""
-    folder = make_task(tmp_path / "t", solution="rm -rf /tests; mkdir /tests; echo mine > /tests/data; touch /tests/more",
+    folder = make_task(tmp_path / "t", solution="rm -r /tests; mkdir /tests; echo x > /tests/data; touch /tests/more",
                        test=f"[ $(cat /tests/data) = image ] && [ ! -e /tests/more ] && echo 1 {REWARD}",
                        dockerfile="COPY files/data /tests/data\n")
     (folder / "environment/files/data").write_text("image")
@@ -709,7 +720,8 @@ def certain_model(folder, tiny):
     """The tiny model, made to say DONE to anything: of each token of the chain its head knows the next."""
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
-    model, tokenizer = LlamaForCausalLM.from_pretrained(tiny, tie_word_embeddings=False), AutoTokenizer.from_pretrained(tiny)
+    model = LlamaForCausalLM.from_pretrained(tiny, tie_word_embeddings=False)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     chain = [encode("<|im_start|>assistant\n")[-1], *encode("DONE"), tokenizer.eos_token_id]
     with torch.no_grad():
@@ -739,9 +751,9 @@ class Mortal(Killer):
                 if "EngineCore" in process.name() + "".join(process.cmdline()): process.kill()
 
 
-@pytest.mark.parametrize("num, deaths, where", [(24, [16], "bubblewrap"), *(
-    pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (500, [100, 300, 450], "bubblewrap"), (60, [30], "docker")))])
+@pytest.mark.slow
+@pytest.mark.parametrize("num, deaths, where", [
+    (24, [16], "bubblewrap"), (500, [100, 300, 450], "bubblewrap"), (60, [30], "docker")])
 def test_random_kills_of_the_engine_too(tiny, tmp_path, request, num, deaths, where):
     """Would catch an engine that dies and leaves all later rollouts without a reward, harnesses that ask a dead one for
     minutes, one that is replaced and not used, and a rollout that is lost or wrong since it was run twice."""
@@ -760,14 +772,36 @@ def test_random_kills_of_the_engine_too(tiny, tmp_path, request, num, deaths, wh
         for killer in runner.killers: killer.join()
         runner.proxy.close()
     hit = {job.id for job in jobs if runner.hits[f"{job.id}.agent"] + runner.hits[f"{job.id}.verify"]}
-    print(f"{where}: {num} rollouts, {len(deaths)} dead engines, {len(hit)} hit, in {time.monotonic() - started:.0f} s: "
-          f"{dict(Counter(r.outcome for r in done))}")
+    print(f"{where}: {num} rollouts, {len(deaths)} dead engines, {len(hit)} hit, in "
+          f"{time.monotonic() - started:.0f} s: {dict(Counter(r.outcome for r in done))}")
     assert first.engine.errored and runner.proxy is not first and num / 4 < len(hit) < num
     for job, r in zip(jobs, done):
         right = 1 - job.sample % 2
         if job.id in hit: assert r.reward in (0, right, None) and r.outcome and "carried over" not in r.detail, r
         else: assert (r.outcome, r.reward) == ("ok", right), r
     assert not sandbox.reap(runner.run_id)
+
+
+@pytest.mark.parametrize("gains, num_starts, is_broken", [([6], 1, False), ([1, 1, 1], 1, False), ([4, 2], 2, False),
+                                                          ([6], 1, True)])
+def test_another_engine_is_worth_its_start(tmp_path, gains, num_starts, is_broken):
+    """Would catch an engine started for each rollout of a task that kills it, and one that does not start and takes
+    what is done with it. gains: how many of six lost rollouts each further engine ends before it dies, too."""
+    class Dying:
+        proxy = SimpleNamespace(engine=SimpleNamespace(errored=True), close=lambda: None)
+        left = [1, *gains]
+        def run_all(self, jobs, out, what):
+            num = self.left.pop(0)
+            return [SimpleNamespace(outcome="ok" if i < num else "infra_error") for i in range(len(jobs))]
+
+    starts = []
+    def make_proxy():
+        starts.append(1)
+        if is_broken: raise RuntimeError("no memory")
+        return Dying.proxy
+    done = rollout.run_on_engines(Dying(), make_proxy, list(range(7)), tmp_path, "")
+    assert len(starts) == num_starts and len(done) == 7
+    assert sum(r.outcome == "ok" for r in done) == 1 + (0 if is_broken else sum(gains[:num_starts]))
 
 
 @pytest.fixture
@@ -991,7 +1025,7 @@ def test_compare_checkpoints_by_harness(tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [(r["harness"], r["k"], r["num_tasks"], r["a"], r["b"]) for r in rows] == [
         ("bash", 1, 4, 0.25, 1.0), ("pi", 1, 4, 0.75, 0.5), ("all", 1, 4, 0.5, 0.75)]
-    assert [r["p"] for r in rows] == [0.25, 1.0, 0.5]       # of 3, 1 and 2 tasks that differ: 2 / 2^3, 1, 2 / 2^2
+    assert [r["p"] for r in rows] == [0.25, 1.0, 0.625]     # of 3, 1 and 4 tasks that differ: 2 / 2^3, 1, 10 / 2^4
 
 
 def test_rollout_command(shell_tasks, bubblewrap, tiny, tmp_path):
