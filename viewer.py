@@ -31,7 +31,6 @@ OUTCOMES = {"ok": "The harness ended normally", "overlong": "The harness ran out
             "no_calls": "The harness never reached the model", "stale": "It outlived --max_staleness",
             None: "Not finished"}
 
-
 # what the list needs of a record's line; token lists stay unparsed
 Line = msgspec.defstruct("Line", [
     ("type", str), ("id", int | str | None, None), ("task", str, ""), ("harness", str, ""), ("model", str, ""),
@@ -309,6 +308,7 @@ class Viewer:
     def rollout(self, id: str) -> dict:
         run, path, row, record = self.find(id)
         built, by_id = grow(run, row["folder"], record), {c.id: c for c in record.calls}
+        asked = record.calls[0].prompt_ids if record.calls else []
         trained = {i for a in built.call for i in a.tolist()}
         columns, broken = token_columns(run, row["folder"], record)
         text = lambda ids: "".join(self.text(record.model, ids))
@@ -328,10 +328,10 @@ class Viewer:
         told = f"no tokenizer.json for model {record.model}: tokens are shown as their ids; give --tokenizer DIR"
         return clean({"row": row | {"run": run.name}, "calls": [show(c) for c in record.calls],
                       "num_unique": built.num_unique, "num_flat": built.num_flat, "num_trained": built.num_trained,
-                      "why": why(row, verifier, built.left_out) + broken,
+                      "why": why(row, verifier, built.left_out) + broken, "more": record.more,
                       "harness_log": harness_log, "verifier": verifier,
-                      "asked": text(record.calls[0].prompt_ids[-120:]) if record.calls else "",
-                      "more": record.more, "tokenizer": None if self.decoder(record.model) else told})
+                      "asked": text(asked if len(asked) <= 1000 else asked[-120:]),
+                      "tokenizer": None if self.decoder(record.model) else told})
 
     def tokens(self, id: str, call: str, start="0", end="0") -> dict:
         """Tokens [start, end) of a call's prompt and reply: text; and of what was sampled the engine's logp, the

@@ -792,7 +792,8 @@ def test_an_export_answers_as_the_server_does(tab, run, tmp_path):
 
 
 def test_narrow_screens(tab, server, run, tmp_path):
-    """Would catch a page that is wider than a telephone, in any view, or has a control beside it."""
+    """Would catch a page that is wider than a telephone, in any view, or has a control beside it; a mean in the grid
+    that loses digits at the edge of its name; and an axis that has no room for a small number or a large one."""
     file = tmp_path / "out.html"
     viewer.export(viewer.Viewer([run]), file, 40)
     views = {"overview": "figure", "grid": ".sq", "list": "tbody a", "list&q=größe&deep=1": "tbody a"}
@@ -808,6 +809,10 @@ def test_narrow_screens(tab, server, run, tmp_path):
                 assert tab.js("document.documentElement.scrollWidth") <= 360, view
                 beside = "e => e.getBoundingClientRect().right > 360 && !e.closest('.scroll')"
                 assert not tab.js(f"all('a, button, input, select').filter({beside}).map(e => e.outerHTML)"), view
+                assert tab.js("all('.name').every(e => e.scrollWidth <= e.clientWidth)"), view
+        axis = tab.js("[...chart('', [{points: [[1, 3.2e-5], [2, 1234567]]}]).querySelectorAll('[text-anchor=end]')]"
+                      ".map(e => e.textContent)")
+        assert axis[:3] == ["0", "617K", "1.2M"] and tab.js("num(0.0000321, 2)") == "3.2e-5", axis
     finally: tab.size(1280, 900)
 
 
