@@ -474,7 +474,8 @@ def test_metrics_of_an_update_by_hand():
     {"correction": "tis+none"}, {"dual_clip": 3., "algo": "cispo"}, {"group_size": 1},
     {"lam": 1.5, "algo": "ppo"}, {"lam": 0.9}, {"clip_low": 0.1, "algo": "rloo"}, {"baseline": "none"},
     {"group_size": 1, "algo": "ppo", "max_resample": 1}, {"overlong_buffer": 5000}, {"max_resample": -1},
-    {"loss_mean": "token", "algo": "gspo"}, {"baseline": "group"}, {"check_packing": True}])
+    {"loss_mean": "token", "algo": "gspo"}, {"baseline": "group"},
+    {"check_packing": True, "dtype": "bfloat16"}])
 def test_flags_that_do_not_fit_are_refused(wrong, tmp_path):
     """Would catch a run of hours whose flags are ignored, or fail only at the first update."""
     loop.check(loop.Config(out=str(tmp_path), algo="ppo", group_size=1, correction="geometric+tis"))
