@@ -205,7 +205,7 @@ def check(cfg: Config):
         assert Path(cfg.rollouts).resolve() != Path(cfg.out).resolve(), f"--rollouts {cfg.rollouts}: it is --out itself"
     config = Path(cfg.out) / "config.json"
     old = json.loads(config.read_text()) if cfg.resume and config.exists() else {}
-    for name in ("model", "dtype", "algo", "seed", "kl_reward", "kl_loss", "warmup_steps"):
+    for name in ("model", "algo", "seed", "kl_reward", "kl_loss", "warmup_steps"):
         assert old.get(name, getattr(cfg, name)) == getattr(cfg, name), (
             f"--{name} {getattr(cfg, name)}: the run in {cfg.out} began with {old[name]}; give that, or another --out")
 
