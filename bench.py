@@ -424,7 +424,7 @@ def grow_session(record: Path, num_calls: int) -> tuple:
     for i in range(num_calls):
         call = proxy.Pending(session, 0., id=i, template_ids=history + array("i", [9]))
         seconds.append(timed(serve, call, clock=time.thread_time)[0])
-        history = call.template_ids[:] + array("i", ids) + array("i", range(300))
+        history = call.template_ids + array("i", ids) + array("i", range(300))
     return session, seconds
 
 
