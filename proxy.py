@@ -28,7 +28,7 @@ OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, 
 ModelConfig.try_get_generation_config, AnthropicServingMessages._get_disabled_thinking_effort.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; models that take
 images are refused; server-side tools and stored responses (`previous_response_id`) are vLLM's, unrecorded: off; an
-engine that hangs on a CPU (vLLM bounds a worker's answer only where it has a process of its own): time limits end it."""
+engine that hangs on a CPU (vLLM bounds only the answer of a worker with a process of its own): time limits end it."""
 import argparse, asyncio, contextvars, fcntl, functools, hmac, itertools, json, logging, math, os, pickle, re, \
     secrets, select, shlex, shutil, signal, socket, sys, tempfile, threading, time
 from array import array
