@@ -45,7 +45,8 @@ carry: --num (0 = 8) steps of 4 groups of 4 scripted rollouts through the `bash`
     each; 1 rollout of 16, by chance, runs a command of 8 s times --scale, the others one of 0.5 s. ratio: seconds a
     trained group, with train.py's --carry_over 0.5 (6 groups in flight) over those without; the last step waits for
     all. carried: groups that outlived an update; most_updates: the most that one did."""
-import argparse, asyncio, concurrent.futures, ctypes, json, math, os, random, subprocess, sys, tempfile, time, uuid
+import argparse, asyncio, concurrent.futures, ctypes, functools, json, math, os, random, subprocess, sys, tempfile, \
+    time, uuid
 from array import array
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -191,13 +192,11 @@ def shapes(scale: float, vocab: int) -> dict:               # name -> rollouts, 
 
 def peak_bytes(work, *args) -> int:                       # the most that work(*args) takes beyond what was there before
     size = lambda key: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
-    libc, mmap_threshold = ctypes.CDLL(None), -3            # glibc's mallopt: tensors that it keeps in its heap leave
-    if IS_GPU: torch.cuda.reset_peak_memory_stats()         # holes, up to half of what they take
+    if IS_GPU: torch.cuda.reset_peak_memory_stats()
     else:                                                   # the process's peak starts anew
-        libc.mallopt(mmap_threshold, 1 << 16), libc.malloc_trim(0), Path("/proc/self/clear_refs").write_text("5")
+        ctypes.CDLL(None).malloc_trim(0), Path("/proc/self/clear_refs").write_text("5")
     before = torch.cuda.memory_allocated() if IS_GPU else size("VmRSS")
     work(*args)
-    if not IS_GPU: libc.mallopt(mmap_threshold, 1 << 25)    # the most that glibc would have raised it to
     return (torch.cuda.max_memory_allocated() if IS_GPU else size("VmHWM")) - before
 
 
@@ -224,16 +223,24 @@ def bench_packing(args) -> dict:
         tree.attend = attend
         model.zero_grad(set_to_none=False)
     cost = lambda *a: timed(go, *a, clock=time.perf_counter if IS_GPU else time.process_time)[0]
-    for name, rollouts in shapes(scale, vocab).items():
-        trees, times = [tree.build(as_rollout(calls)) for calls in rollouts], []
-        both = [p for t in trees for p in t.paths], [s for t in trees for s in t.trained]
+    # tensors that glibc keeps in its heap leave holes, half as large as they: until memory is measured it maps each
+    map_above = functools.partial(ctypes.CDLL(None).mallopt, -3)        # M_MMAP_THRESHOLD, bytes
+    map_above(1 << 16)
+    of_shape, loads, memory = shapes(scale, vocab), {}, {}
+    for name, rollouts in of_shape.items():
+        trees = [tree.build(as_rollout(calls)) for calls in rollouts]
+        both = loads[name] = [p for t in trees for p in t.paths], [s for t in trees for s in t.trained]
+        go(*both, True)                                     # warm-up; gradients are there from now on
+        memory[name] = peak_bytes(go, *both, True) / peak_bytes(go, *both, False)
+    map_above(1 << 25)                                      # the most that glibc itself would come to
+    for name, rollouts in of_shape.items():
+        both, times = loads[name], []
         calls = [(p + s, np.arange(len(p), len(p) + len(s))) for calls in rollouts for p, s in calls]
         packed, flat = tree.pack(*both, True), tree.pack(*both, False)
         num_pairs, num_flat_pairs = ((f.pos + 1).sum().item() for f in (packed, flat))
         pairs, tokens = num_pairs / num_flat_pairs, len(packed.ids) / len(flat.ids)
         flops = (6 * (in_layers * len(packed.ids) + vocab * config.hidden_size * len(packed.src))
                  + 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * num_pairs)
-        go(*both, True)                                     # warm-up; gradients are there from now on
         for _ in range(5):
             flat_s, rest_s, packed_s = cost(*both, False), cost(*both, False, values), cost(*both, True)
             times.append({"ideal_over_time": (rest_s * tokens + (flat_s - rest_s) * pairs) / packed_s,
@@ -241,9 +248,8 @@ def bench_packing(args) -> dict:
                           "per_call_over_packed": cost(*zip(*calls), False) / packed_s
                           if name in ("i linear", "iii compaction") else math.nan
                           } | ({"mfu": flops / packed_s / H200_FLOPS} if IS_GPU else {}))
-        memory = peak_bytes(go, *both, True) / peak_bytes(go, *both, False) / tokens
         rows.append({"shape": name, "flat_tokens": len(flat.ids), "unique_tokens": len(packed.ids)}
-                    | {k: median(t[k] for t in times) for k in times[0]} | {"memory_ratio": memory})
+                    | {k: median(t[k] for t in times) for k in times[0]} | {"memory_ratio": memory[name] / tokens})
     return {"scale": scale, "shapes": rows[:-1], "over_flat_when_unshared": 1 / rows[-1]["flat_over_packed"]}
 
 
