@@ -1288,8 +1288,9 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
     for part in ("gap", "interior", "boundary"):
         mean, p99, most = (told[f"fidelity/well/{part}_{k}"] for k in ("mean", "p99", "max"))
         assert mean <= p99 <= most < 0.02
-        assert told[f"fidelity/well/{part}_ess"] > 0.999 and told[f"fidelity/ill/{part}_max"] > 0.1
+        assert told[f"fidelity/well/{part}_ess"] > 0.999
     assert told["fidelity/ill/gap_mean"] > 0.1 and told["fidelity/ill/gap_ess"] < 0.99
+    assert told["fidelity/ill/gap_max"] == max(told[f"fidelity/ill/{x}_max"] for x in ("interior", "boundary"))
     with pytest.raises(ValueError, match="update refused") as refusal: gate([well, ill], 0.1)
     which = "[012]" if fault in ("temperature", "stale cache") else "1"
     assert re.search(f"harness ill, .*rollout {ill.id}, call {which}, token ", str(refusal.value)), refusal.value
