@@ -329,8 +329,8 @@ class Runner:
             "off": sorted(self.off), "reward_weights": self.reward_weights}
         if job.harness not in WITHOUT_MODEL:
             settings |= {"graft": self.proxy.mode, "max_model_len": self.proxy.engine.model_config.max_model_len}
-        header = {"task": job.task.id, "harness": job.harness, "model": self.model, "settings": settings,
-                  "weights_id": self.weights_id}
+        header = {"task": job.task.id, "category": job.task.category, "harness": job.harness, "model": self.model,
+                  "settings": settings, "weights_id": self.weights_id}
         first = {"id": job.id, **header, "temperature": self.temperature, "started_s": time.time()}
         try:
             out.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,8 @@
 
 Record format 1, one JSONL file a rollout; keys of the header and the end that are not named here are kept in `more`:
     {"type": "rollout", "format": 1, "id", "task", "harness", "model": str, "temperature": float, "started_s": time,
-     "settings": {...}, of rollout.py and train.py: what a comparison should hold equal; "weights_id": of train.py}
+     "category": str, the task's; "settings": {...}, what a comparison should hold equal: both of rollout.py and
+     train.py; "weights_id": of train.py}
     {"type": "call", "id": int, in order of arrival; the lines stand in order of completion
      "kind": "main" | "subagent" | "compaction" | "side", "cause": null | why it forked (graft.py lists the causes)
      "parent": null | id of an earlier line's call, "shared": n, "tail": [ids]

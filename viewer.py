@@ -33,7 +33,8 @@ OUTCOMES = {"ok": "The harness ended normally", "overlong": "The harness ran out
 
 # what the list needs of a record's line; token lists stay unparsed
 Line = msgspec.defstruct("Line", [
-    ("type", str), ("id", int | str | None, None), ("task", str, ""), ("harness", str, ""), ("model", str, ""),
+    ("type", str), ("id", int | str | None, None), ("task", str, ""), ("category", str, ""),
+    ("harness", str, ""), ("model", str, ""),
     ("started_s", float | None, None), ("kind", str, ""), ("cause", str | None, None), ("parent", int | None, None),
     ("shared", int, 0), ("tail", msgspec.Raw, msgspec.Raw(b"[]")), ("sampled", msgspec.Raw, msgspec.Raw(b"[]")),
     ("finish", str, ""), ("received_s", float | None, None), ("finished_s", float | None, None), ("detail", str, ""),
@@ -66,10 +67,10 @@ state_of = lambda path: ((s := path.stat()).st_mtime_ns, s.st_size)
 def read_row(path: Path, id: str) -> dict:
     """What the list shows of a record, finished or not."""
     (folder, _, name), sizes, kinds = id.rpartition("/"), {}, {}
-    row = {"id": id, "folder": folder.removeprefix("rollouts/"), "name": name, "task": "", "harness": "",
-           "started_s": None, "outcome": None, "reward": None, "detail": "", "seconds": {}, "calls": 0, "sampled": 0,
+    row = {"id": id, "folder": folder.removeprefix("rollouts/"), "name": name, "task": "", "category": "",
+           "harness": "", "started_s": None, "outcome": None, "reward": None, "detail": "", "seconds": {}, "calls": 0, "sampled": 0,
            "tokens": 0, "cut": 0, "engine_s": 0., "forks": {}, "cost": 0, "verifier_at": None}
-    copied = {"rollout": ("task", "harness", "started_s"),
+    copied = {"rollout": ("task", "category", "harness", "started_s"),
               "end": ("outcome", "reward", "detail", "seconds", "verifier_at")}
     for i, text in enumerate(whole_lines(path), 1):
         try: line = decode(text)

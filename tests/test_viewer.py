@@ -514,6 +514,23 @@ def test_overview_says_which_harness_fails(tab, server):
     assert tab.js("all(`header input`)[0].value") == "harness:crasher outcome:harness_error" and not tab.problems
 
 
+def test_overview_says_which_kind_of_task_fails(tab, server):
+    """Would catch kinds that mix in rollouts without a reward, take the record's order in the folder for that in time,
+    or whose link shows others; and rollouts that do not record their task's category (the first run's are real)."""
+    for i, reward in enumerate([0., 0., 1., None, 1.]):      # the later by name began earlier
+        head = {"category": "grep", "task": f"grep-{i % 2}", "started_s": 2000. - i}
+        write(server[1] / f"kind{i}.jsonl", [], head, {"reward": reward, "outcome": "ok" if i != 3 else "infra_error"})
+    tab.open(server[0] + "#view=overview&run=grows", "text(`main`).includes('Kinds of tasks')")
+    tab.wait("all(`a[href*='category%3Agrep']`).length === 1")
+    row = "all(`a[href*='category%3Agrep']`)[0].closest('tr')"
+    assert tab.js(f"[...{row}.cells].map(c => c.innerText)") == ["grep", "2", "4", "100.0 %", "0.0 %"]
+    tab.click("a[href*='category%3Agrep']")
+    tab.wait(f"{ROWS} === 5")
+    for i in range(5): (server[1] / f"kind{i}.jsonl").unlink()
+    tab.open(server[0] + "#view=overview&run=run", "all(`a[href*='category%3Asay']`).length === 1")
+    assert not tab.problems
+
+
 def test_grid_list_and_search(tab, server):
     """Would catch a cell without its rollouts, a filter that shows others, a list that builds 700 rows at once, a
     search that does not find what a log or a reply holds, shows the first run's hits alone, or is lost by a reload, as
