@@ -25,10 +25,10 @@ Outcomes, and what becomes of the reward:
     timeout        the agent's time limit ended it                   the verifier's, of what stood then
     harness_error  the harness ended with another status and without a final answer, or its last request failed
                                                                      the verifier's: exit status is no success signal
-    verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics; of a model 0 if
-                   the oracle has scored 1 in this mode and what was left is the likely cause: not where the verifier
-                   was killed (137), paid calls wrongly, did not name what counts, or was out of time though the
-                   oracle's had taken over a tenth of the limit
+    verifier_error the verifier wrote no reward or no number         none: leaves loss and statistics; 0 if overlong,
+                   and of a model if the oracle has scored 1 in this mode and what was left is the likely cause: not
+                   where the verifier was killed (137), paid calls wrongly, did not name what counts, or was out of
+                   time though the oracle's had taken over a tenth of the limit
     infra_error    sandbox, image, disk or engine failed             none
     no_calls       the harness never reached the model               none, and a warning
     stale          it outlived `train.py --max_staleness`            none

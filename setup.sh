@@ -49,9 +49,10 @@ if [ "$(cat .venv/.ready 2>/dev/null)" != "$stamp" ]; then
   echo "$stamp" > .venv/.ready
 fi
 
+# where Docker answers, --sandbox bubblewrap alone needs it
+command -v bwrap >/dev/null || (packages bubblewrap) || daemon || exit 1
 if [ "${1:-}" = docker ]; then
-  command -v debootstrap >/dev/null || packages debootstrap
-  command -v bwrap >/dev/null || packages bubblewrap
+  for name in debootstrap git npm; do command -v $name >/dev/null || packages $name; done
   command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || (packages chromium-headless-shell) ||
     say "no Chromium: the tests of viewer.py's page are skipped"
   if ! daemon; then
@@ -64,9 +65,7 @@ if [ "${1:-}" = docker ]; then
     daemon || fail "dockerd did not start: $(tail -n 1 /var/log/dockerd.log); see /var/log/dockerd.log"
   fi
   bash tasks/base_image.sh >&2
-elif ! daemon; then
-  command -v bwrap >/dev/null || packages bubblewrap
-elif ! docker image inspect debian:bookworm-slim >/dev/null 2>&1 && ! docker pull -q debian:bookworm-slim >/dev/null 2>&1; then
+elif daemon && ! docker image inspect debian:bookworm-slim >/dev/null 2>&1 && ! docker pull -q debian:bookworm-slim >/dev/null 2>&1; then
   command -v debootstrap >/dev/null || packages debootstrap
   bash tasks/base_image.sh >&2    # stands in for the image that cannot be pulled
 fi

@@ -68,8 +68,8 @@ def read_row(path: Path, id: str) -> dict:
     """What the list shows of a record, finished or not."""
     (folder, _, name), sizes, kinds = id.rpartition("/"), {}, {}
     row = {"id": id, "folder": folder.removeprefix("rollouts/"), "name": name, "task": "", "category": "",
-           "harness": "", "started_s": None, "outcome": None, "reward": None, "detail": "", "seconds": {}, "calls": 0, "sampled": 0,
-           "tokens": 0, "cut": 0, "engine_s": 0., "forks": {}, "cost": 0, "verifier_at": None}
+           "harness": "", "started_s": None, "outcome": None, "reward": None, "detail": "", "seconds": {}, "calls": 0,
+           "sampled": 0, "tokens": 0, "cut": 0, "engine_s": 0., "forks": {}, "cost": 0, "verifier_at": None}
     copied = {"rollout": ("task", "category", "harness", "started_s"),
               "end": ("outcome", "reward", "detail", "seconds", "verifier_at")}
     for i, text in enumerate(whole_lines(path), 1):

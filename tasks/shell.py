@@ -1,6 +1,6 @@
 """Small shell tasks in Harbor's format, drawn from a fixed seed: each solved by one short command (two for `collect`).
 
-    python tasks/shell.py OUT_DIR       500 tasks in a second; does nothing when OUT_DIR already holds exactly these
+    python tasks/shell.py OUT_DIR       460 tasks in a second; does nothing when OUT_DIR already holds exactly these
 
 OUT_DIR/train/<kind>-NN     20 instances of every kind in TRAINED
 OUT_DIR/heldout/<kind>-NN   6 new instances of those: no two tasks of a kind name the same files, words and numbers
