@@ -202,12 +202,11 @@ def rollout_sums(x, rollout):
 # ---- losses of the policy: one signature ----------------------------------------------------------------------------
 
 def token_weights(rollout,               # (N,) long, of the WHOLE batch
-                  num_rollouts,          # rollout ids are below this
                   mode="rollout"):       # rollout: mean over each rollout's tokens; token, constant: all tokens alike
     """-> (N,) float32 norm; see the module's table for the denom that goes with it."""
     assert mode in ("rollout", "token", "constant"), f"mode {mode!r}: rollout, token or constant"
     if mode != "rollout": return torch.ones(len(rollout), device=rollout.device)
-    return 1. / torch.bincount(rollout, minlength=num_rollouts)[rollout]
+    return 1. / torch.bincount(rollout)[rollout]
 
 
 def grpo_loss(logp, logp_old, adv, weight, norm, rollout, denom, clip_low=0.2, clip_high=0.2, dual_clip=0.0):

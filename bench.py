@@ -55,7 +55,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import rollout, sandbox, tree
+import graft, proxy as boundary, rollout, sandbox, tree
 
 # 97.5 % quantile of Student's t, 1 to 9 degrees of freedom
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -297,13 +297,11 @@ def bench_sandbox(args) -> dict:
 
 
 def make_engine(model: str, max_model_len: int):
-    import proxy as boundary
     extra = [] if IS_GPU else ["--block-size", "32", "--max-num-seqs", "64"]        # as train.py
     return boundary.Proxy(boundary.resolve_model(model, max_model_len), max_model_len=max_model_len, engine_args=extra)
 
 
 def random_model(folder: str):                              # 2 small layers behind SmolLM2's tokenizer, 128k context
-    import proxy as boundary
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(boundary.resolve_model("smollm2"))
     LlamaForCausalLM(LlamaConfig(
@@ -416,8 +414,7 @@ def bench_proxy(args) -> dict:
 
 def grow_session(record: Path, num_calls: int) -> tuple:
     """A session of calls that each add 600 tokens -> session, CPU seconds of each call."""
-    import graft, proxy
-    session, history, seconds, ids = proxy.Session("s", record), array("i", [5] * 100), [], [*range(100, 400), 2]
+    session, history, seconds, ids = boundary.Session("s", record), array("i", [5] * 100), [], [*range(100, 400), 2]
 
     def serve(call):
         continues = {s.id: s.continues for s in session.seen}
@@ -428,15 +425,13 @@ def grow_session(record: Path, num_calls: int) -> tuple:
         session.seen.append(call)
         session.put(call, ids, [0.] * len(ids), "stop", [], SimpleNamespace(temperature=1., max_tokens=9), 0.)
     for i in range(num_calls):
-        call = proxy.Pending(session, 0., id=i, template_ids=history + array("i", [9]))
+        call = boundary.Pending(session, 0., id=i, template_ids=history + array("i", [9]))
         seconds.append(timed(serve, call, clock=time.thread_time)[0])
         history = call.template_ids + array("i", ids) + array("i", range(300))
     return session, seconds
 
 
 def bench_graft(args) -> dict:
-    import graft
-
     def compare(n):
         for unit in "\n\n\n", "<tool_call>\n", " <think>", "</think> ", "<analysis>":
             text = unit * n
@@ -494,7 +489,6 @@ def carry_steps(runner, task, out: Path, num_steps: int, share: float, tail_s: f
 
 
 def bench_carry(args) -> dict:
-    import proxy as boundary
     kind = sandbox.choose("auto")
     with tempfile.TemporaryDirectory() as tmp:
         write_task(Path(tmp, "task"))

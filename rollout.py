@@ -54,7 +54,7 @@ from statistics import fmean, variance
 import numpy as np
 from tqdm import tqdm
 
-import graft, harnesses, sandbox, tree
+import graft, harnesses, proxy as boundary, sandbox, tree
 
 WITHOUT_MODEL = ("oracle", "nop")
 SPENT_S = 10                            # how long a harness may go on when its budget of calls or tokens is used up
@@ -933,7 +933,6 @@ def main(args):
     try:
         make_proxy = None
         if set(names) - set(WITHOUT_MODEL):
-            import proxy as boundary
             model = boundary.resolve_model(args.model, args.max_model_len)
             make_proxy = functools.partial(
                 boundary.Proxy, model, max_model_len=args.max_model_len, engine=args.engine, graft=args.graft,

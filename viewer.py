@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 import numpy as np
 
-import rollout, tree
+import proxy, rollout, tree
 
 LOOPBACK = ("127.0.0.1", "localhost")
 LOG_BYTES = 100_000                         # shown of each end of what a harness, or a verifier, printed
@@ -153,7 +153,7 @@ def of_training(config: dict, steps: list):
     gap, limit, r, ess = (now("fidelity/gap_mean"), config.get("max_logp_gap") or 0.1, now("fidelity/gap_pearson"),
                           now("train/ess"))
     if gap > limit / 2:
-        yield 2, f"Fidelity is low: engine and trainer are {gap:.3f} nats a token apart ({limit:g} stops updates)."
+        yield 2, f"Fidelity is low: engine and trainer are {gap:.3f} nats a token apart; {limit:g} is too much."
     elif r < 0.99: yield 1, f"Fidelity: probabilities of engine and trainer correlate by {r:.4f} only."
     if ess < 0.5: yield 1, f"The correction leaves {100 * ess:.0f} % of the tokens' worth."
     if len(entropy := got("train/entropy")) >= 6:
@@ -252,20 +252,14 @@ def token_columns(run: Run, folder: str, record) -> tuple:
 @lru_cache
 def load_tokenizer(model: str):
     from tokenizers import Tokenizer
-    if model == "smollm2":
-        import proxy
-        model = proxy.SMOLLM2
+    if model == "smollm2": model = proxy.SMOLLM2
     file = Path(model, "tokenizer.json")
     return Tokenizer.from_file(str(file)) if model and file.is_file() else None
 
 
 def logs(path: Path, row: dict) -> tuple:
-    """-> the harness's output and the verifier's; of a long one both ends. Where there is no verifier_at (an older
-    record), the last mark counts, but only with an outcome that tells of a verifier: a harness can print the mark."""
+    """-> the harness's output and the verifier's; of a long one both ends."""
     raw, at = path.read_bytes() if path.is_file() else b"", row["verifier_at"]
-    is_judged = (row["outcome"] in ("ok", "overlong", "timeout", "harness_error") and row["reward"] is not None
-                 and not row["detail"].startswith("the workspace cannot be carried over"))
-    if at is None: at = raw.rfind(b"\n=== verifier\n") + 1 if is_judged else 0
 
     def ends(x):
         if len(x) <= 2 * LOG_BYTES: return x.decode(errors="replace")

@@ -13,7 +13,7 @@ RHEL 8 and later; not Alpine (musl), busybox or other images without these. Code
 The cache is $HARNESS_RL_CACHE (default ~/.cache/harness-rl); a runtime's folder is named by what it was made from.
 """
 import contextlib, functools, hashlib, importlib, inspect, json, os, platform, re, shutil, subprocess, sys, \
-    sysconfig, tempfile, time
+    tempfile, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,6 @@ def python_app(statement: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Harness:
-    name: str
     argv: list[str]                                 # run with cwd = the task's workdir
     env: dict[str, str] = field(default_factory=dict)       # beside INSTRUCTION and CONTEXT_TOKENS, which all get
     needs: tuple[str, ...] = ("python",)            # runtimes, keys of PATHS; the code is always mounted

@@ -2,7 +2,6 @@
 from harnesses import PATHS, PYTHON, Harness
 
 HARNESS = Harness(
-    name="bash",
     argv=[*PYTHON, f"{PATHS['code']}/forward.py", *PYTHON, f"{PATHS['code']}/bash_agent.py"],
     env={"OPENAI_BASE_URL": "http://127.0.0.1:8000/v1", "MAX_TURNS": "3"},
     overlong_exit=4,

@@ -12,7 +12,6 @@ MODELS = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HA
           "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
 
 HARNESS = Harness(
-    name="claude_code",
     argv=launch({}, BINARY, "-p", "--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose"),
     env={"CLAUDE_CONFIG_DIR": "@STATE@", "ANTHROPIC_BASE_URL": "http://127.0.0.1:8000", "ANTHROPIC_AUTH_TOKEN": "none",
          **dict.fromkeys(MODELS, "policy"),

@@ -24,7 +24,6 @@ enabled = false
 """
 
 HARNESS = Harness(
-    name="codex",
     argv=launch({"config.toml": CONFIG}, BINARY, "exec", "--dangerously-bypass-approvals-and-sandbox",
                 "--skip-git-repo-check", "--json", "-"),
     env={"CODEX_HOME": "@STATE@"},

@@ -9,7 +9,6 @@ from harnesses import Harness, launch, python_app, tool_calls
 END = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 HARNESS = Harness(
-    name="mini_swe_agent",
     argv=launch({}, *python_app("from minisweagent.run.mini import app; app()"), "-y", "--exit-immediately",
                 "-t", "@INSTRUCTION@", "-m", "openai/policy", "-c", "mini.yaml",
                 "-c", "model.model_kwargs.api_base=http://127.0.0.1:8000/v1", "-c", "model.model_kwargs.api_key=none",

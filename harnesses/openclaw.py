@@ -17,7 +17,6 @@ CONFIG = {"models": {"mode": "replace", "providers": {"proxy": PROVIDER}}, "upda
                                   "skipBootstrap": True}}}
 
 HARNESS = Harness(
-    name="openclaw",
     argv=launch({"openclaw.json": json.dumps(CONFIG)},
                 NODE, CLI, "agent", "--local", "--agent", "main", "--message", "@INSTRUCTION@", "--json"),
     env={"OPENCLAW_STATE_DIR": "@STATE@", "OPENCLAW_CONFIG_PATH": "@STATE@/openclaw.json",

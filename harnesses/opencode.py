@@ -21,7 +21,6 @@ CONFIG = {"autoupdate": False, "share": "disabled", "permission": "allow", "mode
                                  "models": {"policy": MODEL}}}}
 
 HARNESS = Harness(
-    name="opencode",
     argv=launch({"config/opencode/opencode.json": json.dumps(CONFIG)},
                 BINARY, "run", "--format", "json", "--title", "task"),
     env={"XDG_CONFIG_HOME": "@STATE@/config", "XDG_DATA_HOME": "@STATE@/data", "XDG_CACHE_HOME": "@STATE@/cache",

@@ -20,7 +20,6 @@ print("status", conversation.state.execution_status.value)
 """
 
 HARNESS = Harness(
-    name="openhands",
     argv=launch({}, *python_app(RUN)),
     env={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1", "OH_PERSISTENCE_DIR": "@STATE@",
          "HISTFILE": "@STATE@/history"},                # of the interactive shell in its terminal

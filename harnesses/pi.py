@@ -15,7 +15,6 @@ PROVIDER = {"baseUrl": "http://127.0.0.1:8000/v1", "api": "openai-completions", 
 SETTINGS = {"compaction": {"reserveTokens": "@REPLY_TOKENS@", "keepRecentTokens": "@REPLY_TOKENS@"}}
 
 HARNESS = Harness(
-    name="pi",
     argv=launch({"models.json": json.dumps({"providers": {"proxy": PROVIDER}}), "settings.json": json.dumps(SETTINGS)},
                 NODE, CLI, "-p", "--mode", "json", "--provider", "proxy", "--model", "policy"),
     env={"PI_CODING_AGENT_DIR": "@STATE@", "PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"},

@@ -16,7 +16,6 @@ SETTINGS = {"$version": 3, "general": {"enableAutoUpdate": False, "disableAutoUp
             "model": {"name": "policy", "generationConfig": GENERATION}}
 
 HARNESS = Harness(
-    name="qwen_code",
     argv=launch({"settings.json": json.dumps(SETTINGS)},
                 NODE, CLI, "--yolo", "--auth-type", "openai", "--output-format", "stream-json"),
     env={"QWEN_HOME": "@STATE@", "QWEN_CODE_MAX_OUTPUT_TOKENS": "@REPLY_TOKENS@",

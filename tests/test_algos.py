@@ -390,7 +390,7 @@ def test_micro_batches_add_up_to_the_batch(seed, num_parts, name, by_token):
     logp, old, adv, weight, norm, rollout = batch(seed)
     part = torch.from_numpy(np.random.default_rng(seed).integers(0, num_parts, len(logp)))
     if name == "gspo": part = part[:4][rollout]                        # whole rollouts
-    elif by_token: norm = token_weights(rollout, 4, "token").double()
+    elif by_token: norm = token_weights(rollout, "token").double()
     whole, sums = LOSSES[name](logp, old, adv, weight, norm, rollout, 4.0)
     batch_of = lambda p: (x[part == p] for x in (logp, old, adv, weight, norm, rollout))
     pieces = [LOSSES[name](*batch_of(p), 4.0) for p in range(num_parts + 1)]             # the last is empty
@@ -412,7 +412,7 @@ def test_padding_and_order_change_nothing(seed, name, mode):
     """Catches: a normaliser that counts what it is given (tokens of a pack, padding of norm 0, rollouts without
     advantage, which are never computed) and not the batch; a result that depends on the order of the tokens."""
     logp, old, adv, weight, norm, rollout = batch(seed)
-    if name != "gspo": norm = norm if mode == "rollout" else token_weights(rollout, 4, mode).double()
+    if name != "gspo": norm = norm if mode == "rollout" else token_weights(rollout, mode).double()
     adv = torch.where(rollout == 1, 0.0, adv)
     args = logp, old, adv, weight, norm, rollout
     loss, sums = LOSSES[name](*args, 9.0)
@@ -448,7 +448,7 @@ def test_gspo_refuses_part_of_a_rollout():
 def test_gspo_takes_rollouts_of_any_length():
     """Catches: the sum of 1/n over a whole long rollout, rounded at each term, taken for a part of one."""
     zeros = torch.zeros(85_802)
-    gspo_loss(zeros, zeros, zeros, zeros, token_weights(zeros.long(), 1), zeros.long(), 1.0)
+    gspo_loss(zeros, zeros, zeros, zeros, token_weights(zeros.long()), zeros.long(), 1.0)
 
 
 def test_sums_by_hand():
@@ -457,7 +457,7 @@ def test_sums_by_hand():
     adv = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
     weight = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
     rollout = torch.zeros(6, dtype=torch.long)
-    norm, old = token_weights(rollout, 1), torch.zeros(6, dtype=torch.float64)
+    norm, old = token_weights(rollout), torch.zeros(6, dtype=torch.float64)
     loss, sums = grpo_loss(ratio.log(), old, adv, weight, norm, rollout, 1.0, dual_clip=3.0)
     assert torch.isclose(loss, -torch.tensor((1.2 - 1.5 + 0.5 - 0.8 - 3.0) / 6, dtype=torch.float64), rtol=1e-6)
     got = {k: float(v) for k, v in sums.items()}
@@ -469,7 +469,7 @@ def test_sums_by_hand():
     with pytest.raises(AssertionError, match="has none"): LOSSES["cispo"](*args, 1.0, dual_clip=3.0)
     with pytest.raises(AssertionError, match="dual_clip 0.5"): grpo_loss(*args, 1.0, dual_clip=0.5)
     assert got["kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratio.tolist()))
-    weights = lambda mode: token_weights(torch.tensor([2, 0, 2]), 3, mode).tolist()
+    weights = lambda mode: token_weights(torch.tensor([2, 0, 2]), mode).tolist()
     assert weights("rollout") == [0.5, 1, 0.5] and weights("token") == weights("constant") == [1, 1, 1]
     with pytest.raises(AssertionError, match="'mean'"): weights("mean")
 
@@ -537,7 +537,7 @@ class World:
             cat = lambda x: torch.cat([x[i] for i in drawn])
             rollout = torch.repeat_interleave(torch.arange(n), self.length[drawn].long())
             adv = advantages(drawn, rollout)
-            norm = token_weights(rollout, n, mode).double()
+            norm = token_weights(rollout, mode).double()
             if times: norm = norm * cat(times)
             logp, denom = cat(self.logp), {"token": len(rollout)}.get(mode, n)
             return -reinforce_loss(logp, logp.detach(), adv, torch.ones_like(norm), norm, rollout, denom)[0]

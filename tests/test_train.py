@@ -288,7 +288,7 @@ def credited(rewards, group=None, logp=0., ref=0., value=0., **flags):
     batch = loop.make_batch(trees, 0)
     full = lambda x: torch.tensor(x).expand(len(batch.rollout))
     group = torch.zeros(len(rewards), dtype=torch.long) if group is None else torch.tensor(group)
-    norm = algos.token_weights(batch.rollout, len(rewards), cfg.loss_mean)
+    norm = algos.token_weights(batch.rollout, cfg.loss_mean)
     old = {"logp": full(logp), "ref": full(ref), "value": full(value)}
     adv, returns = loop.credit(trees, batch, torch.tensor(rewards), group, norm, old, cfg)
     return adv.tolist(), returns if returns is None else returns.tolist()
@@ -335,7 +335,7 @@ def credited_by_call(rollouts, group, value=0., **flags):
     cfg = loop.Config(call_rewards=True, whiten=False, **flags)
     trees = [loop.grow(r, cfg) for r in rollouts]
     batch = loop.make_batch(trees, 0)
-    norm = algos.token_weights(batch.rollout, len(rollouts), cfg.loss_mean)
+    norm = algos.token_weights(batch.rollout, cfg.loss_mean)
     rewards, old = loop.judge(rollouts, cfg)[0], {"value": torch.full_like(norm, value)}
     return batch, loop.credit(trees, batch, rewards, torch.tensor(group), norm, old, cfg,
                               [r.call_rewards for r in rollouts])[0]

@@ -466,7 +466,7 @@ def plain_logp(model, path, at, temperature=1.0):
 def batch_loss(logps, rollout, which, old):
     """GRPO over the paths in `which`; the normaliser and the weights are those of the whole batch."""
     counts = [len(x) for x in old]
-    norm = token_weights(torch.cat([torch.full((n,), r) for n, r in zip(counts, rollout)]), 3).double().split(counts)
+    norm = token_weights(torch.cat([torch.full((n,), r) for n, r in zip(counts, rollout)])).double().split(counts)
     cat = lambda xs: torch.cat([xs[i] for i in which])
     adv = [torch.full((n,), [1.0, -0.7, 0.4][r], dtype=torch.float64) for n, r in zip(counts, rollout)]
     ids = torch.cat([torch.full((counts[i],), rollout[i]) for i in which])

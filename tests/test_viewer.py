@@ -95,9 +95,10 @@ def run(scripted, tiny, tokenizer, bubblewrap, tmp_path_factory):
     talk("forked", ["one größe 🦊", "two", "three"],
          [said("Count."), said("Count.", "one größe 🦊", "on"),
           said("Count to three.", "one größe 🦊", "on", "two", "on")],
-         {"task": "count", "harness": "editor"}, {"reward": 0.0, "detail": "exit status 3"}, "\n=== verifier\nno\n")
+         {"task": "count", "harness": "editor"}, {"reward": 0.0, "detail": "exit status 3", "verifier_at": 1},
+         "\n=== verifier\nno\n")
     talk("hostile", [NASTY] * 2, [said(NASTY), said("<b>" + NASTY)], {"task": NASTY, "harness": '"><b id=b>'},
-         {"reward": 0.0, "detail": NASTY}, NASTY + "\n=== verifier\n" + NASTY)
+         {"reward": 0.0, "detail": NASTY, "verifier_at": len(NASTY.encode()) + 1}, NASTY + "\n=== verifier\n" + NASTY)
     words = tokenizer.encode("The quick brown fox jumps over the lazy dog.\n") * 10_000
     write(step / "long.jsonl", [call(0, words[:99_000], words[:1000])], {"model": tiny, "task": "long"})
     for i in range(4):
@@ -112,7 +113,7 @@ def run(scripted, tiny, tokenizer, bubblewrap, tmp_path_factory):
     trees = [tree.build(r) for r in records]
     batch = train.make_batch(trees, 0)
     adv, old = batch.rollout * 2.0 - 1, batch.logp_rollout - 0.25
-    train.save_tokens(root / "tokens" / "step-0000.npz", records, trees, batch, np.ones(len(adv), bool), adv=adv,
+    train.save_tokens(root / "tokens" / "step-0000.npz", records, batch, np.ones(len(adv), bool), adv=adv,
                       logp_old=old, logp=old + 0.1)
     return root
 
@@ -248,17 +249,14 @@ def test_who_said_it(tmp_path):
     harness, verifier = "harness 🦊\n" * 30_000 + mark + "harness", "verifier\n" * 30_000
     raw = (harness + mark + verifier).encode()
     path.with_suffix(".log").write_bytes(raw)
-    for end in ({}, {"verifier_at": len(harness.encode()) + 1}):
-        a, b = viewer.logs(path.with_suffix(".log"), told(**end))
-        assert a.startswith("harness 🦊\n") and a.endswith(mark + "harness") and set(b.split()[:9]) == {"verifier"}
-        assert b.endswith("verifier\n") and f"{len(verifier) - 200_000:,} bytes left out" in b and len(b) < 201_000
-        assert f"{len(harness.encode()) - 200_000:,} bytes left out" in a
+    a, b = viewer.logs(path.with_suffix(".log"), told(verifier_at=len(harness.encode()) + 1))
+    assert a.startswith("harness 🦊\n") and a.endswith(mark + "harness") and set(b.split()[:9]) == {"verifier"}
+    assert b.endswith("verifier\n") and f"{len(verifier) - 200_000:,} bytes left out" in b and len(b) < 201_000
+    assert f"{len(harness.encode()) - 200_000:,} bytes left out" in a
     path.with_suffix(".log").write_text("a" + mark + "b" + mark + "c")
     split = lambda **end: viewer.logs(path.with_suffix(".log"), told(**end))
-    assert split(verifier_at=2) == ("a", "b" + mark + "c") and split() == ("a" + mark + "b", "c")
-    for end in ({"reward": None}, {"outcome": "infra_error"}, {"outcome": "stale", "reward": None}, {"outcome": None},
-                {"detail": "the workspace cannot be carried over: too large"}):
-        assert split(**end) == ("a" + mark + "b" + mark + "c", ""), end
+    assert split(verifier_at=2) == ("a", "b" + mark + "c")
+    assert split() == ("a" + mark + "b" + mark + "c", ""), "no verifier ran: the harness printed the mark"
 
 
 def test_trained_is_what_the_run_trains(tmp_path):
@@ -284,8 +282,8 @@ def test_a_half_written_file_of_tokens(run, tmp_path):
     """Would catch a step's file of tokens that is there before it is whole, or spoilt when its successor cannot be
     written; and one that was cut short, which then hides the rollout instead of its columns alone."""
     file, save = tmp_path / "step-0000.npz", lambda started_s: train.save_tokens(
-        file, [SimpleNamespace(id="a", started_s=started_s)], [SimpleNamespace(call=[], trained=[])],
-        SimpleNamespace(rollout=torch.zeros(0)), np.zeros(0, bool))
+        file, [SimpleNamespace(id="a", started_s=started_s)],
+        SimpleNamespace(rollout=torch.zeros(0), call=torch.zeros(0), trained=[]), np.zeros(0, bool))
     save(5.0)
     whole = file.read_bytes()
     with pytest.raises(Exception): save(lambda: "numpy cannot write this")
@@ -662,7 +660,7 @@ def test_a_page_grows_with_its_run(tab, server):
     tab.wait("text(`.why`).includes('reward 0')")
     record, column = tree.read(path), np.full(4, 0.125)
     trees = [tree.build(record)]
-    train.save_tokens(server[1] / "tokens" / "step-0000.npz", [record], trees, train.make_batch(trees, 0), column > 0,
+    train.save_tokens(server[1] / "tokens" / "step-0000.npz", [record], train.make_batch(trees, 0), column > 0,
                       adv=column, logp_old=column, logp=column)
     (server[1] / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n')
     tab.wait("text(`.calls tbody`).includes('0.125')")
@@ -717,7 +715,8 @@ def test_hostile_names_stay_text(tab, tmp_path):
         folder = root / "rollouts" / f"step-0000{name[:80]}"
         for i in range(2):
             write(folder / f"{name[:80]}.{i}.jsonl", calls, {"task": odd, "harness": odd, "model": odd, odd: odd},
-                  {"outcome": odd, "reward": 0.0, "detail": odd, "seconds": {odd: 1.0}}, f"{odd}\n=== verifier\n{odd}")
+                  {"outcome": odd, "reward": 0.0, "detail": odd, "seconds": {odd: 1.0},
+                   "verifier_at": len(odd.encode()) + 1}, f"{odd}\n=== verifier\n{odd}")
         (root / "config.json").write_text(json.dumps({"algo": odd, "model": odd, "steps": odd, odd: odd}))
         rows = [{"phase": "rl", "step": i, **{f"{group}/{odd}": 1.0 + i for group in ("outcome", "train", odd)},
                  f"forks/{odd}_tokens": 5} for i in range(2)]
