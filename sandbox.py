@@ -294,7 +294,6 @@ class Sandbox:
                 while not ended.is_set():
                     try: return self.kill()
                     except SandboxError: ended.wait(1)   # a daemon that restarts: then the exec fails by itself
-                return
             pause_s = max(2, 20 * (time.monotonic() - begin))
 
     def _exceeded(self):
@@ -347,8 +346,7 @@ class Sandbox:
                                      f"link or device, too deep, or the end of more than {GET_BYTES >> 20} MB")
                 if is_file:
                     if linked: shutil.copyfile(linked, path)
-                    else:
-                        with open(path, "wb") as file: shutil.copyfileobj(tar.extractfile(member), file)
+                    else: tar.makefile(member, path)
                     written[member.name] = path
                     path.chmod(0o644 | member.mode & 0o111)
                 else:
@@ -402,14 +400,10 @@ class Sandbox:
             if copies or folders: self._unpack(archive, "/")
 
 
-def _anonymous(member):
+def _anonymous(member, mtime=None):
     member.uid, member.gid, member.uname, member.gname = 0, 0, "", ""
+    if mtime is not None: member.mtime = mtime
     return member
-
-
-def _timeless(member):
-    member.mtime = 0
-    return _anonymous(member)
 
 
 def _drain(chunks, log):
@@ -502,9 +496,7 @@ class Docker(Sandbox):
 
     def _start(self):
         for _ in range(60):   # else an outage of a second would cost all rollouts that wait for their turn
-            with contextlib.suppress(docker.errors.DockerException, requests.RequestException):
-                docker.from_env(version=_client().api.api_version).ping()   # one that ends answers old connections
-                break
+            if not self.problem(): break    # by a client of its own: a daemon that ends answers old connections
             time.sleep(0.5)
         found, self.relay = image(self.env), None
         if _is_remote():
@@ -728,7 +720,7 @@ def _context(env):
     with tarfile.open(fileobj=context, mode="w") as tar:
         patterns = ignore.read_text().split("\n") if ignore.exists() else []
         for name in sorted(docker.utils.build.exclude_paths(str(env.dockerfile), patterns)):
-            tar.add(env.dockerfile / name, name, recursive=False, filter=_timeless)
+            tar.add(env.dockerfile / name, name, recursive=False, filter=functools.partial(_anonymous, mtime=0))
         file = tarfile.TarInfo(".harness-rl")
         file.size = len(text)
         tar.addfile(file, io.BytesIO(text))
@@ -738,9 +730,8 @@ def _context(env):
         with contextlib.suppress(docker.errors.ImageNotFound):
             if re.search(rf"(?m)\s{re.escape(name)}(\s|$)", text.decode()):
                 digest.update(_client().api.inspect_image(name)["Id"].encode())
-    tag = f"harness-rl/task:{digest.hexdigest()}"
     context.seek(0)
-    return tag, context
+    return f"harness-rl/task:{digest.hexdigest()}", context
 
 
 # ---- bubblewrap ----

@@ -75,7 +75,7 @@ class Config:
     max_rollout_tokens: int = 0          # sampled tokens of a rollout, then it is overlong (0 = no limit)
     openclaw_stable: bool = False        # keep OpenClaw's last message where it once stood: its turns then do not fork
     # cold start
-    warmup_steps: int = 20               # supervised steps on demonstrations (0 = none)
+    warmup_steps: int = 10               # supervised steps on demonstrations (0 = none)
     warmup_rollouts: int = 8             # demonstrations a warm-up step
     warmup_lr: float = 3e-5              # learning rate of the warm-up
     # algorithm

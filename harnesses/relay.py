@@ -20,8 +20,7 @@ class Frames:
         self.lock, self.end_lock = threading.Lock(), threading.Lock()       # one lock: two full pipes could hold it
 
     def send(self, number: int, data=b""):
-        with self.lock:
-            self.write(struct.pack(">II", number, len(data)) + data)
+        with self.lock: self.write(struct.pack(">II", number, len(data)) + data)
 
     def add(self, number: int, sock):
         self.sockets[number] = sock
@@ -29,8 +28,7 @@ class Frames:
 
     def pump(self, number: int, sock):
         with contextlib.suppress(OSError):
-            while data := sock.recv(MOST_BYTES):
-                self.send(number, data)
+            while data := sock.recv(MOST_BYTES): self.send(number, data)
         with contextlib.suppress(OSError, ValueError):      # the pipe is closed, and with it all
             self.send(number)
         self.end(number)
@@ -40,40 +38,31 @@ class Frames:
         with self.end_lock:
             is_over = number in self.half_closed
             self.half_closed ^= {number}
-        if is_over and (sock := self.sockets.pop(number, None)):
-            sock.close()
+        if is_over and (sock := self.sockets.pop(number, None)): sock.close()
 
     def receive(self, number: int, data: bytes):
         if number not in self.sockets:
-            if not self.connect:
-                return
+            if not self.connect: return
             try:
-                if len(self.sockets) >= MOST_CONNECTIONS:
-                    raise OSError("too many")
+                if len(self.sockets) >= MOST_CONNECTIONS: raise OSError("too many")
                 self.add(number, self.connect())
-            except OSError:
-                return self.send(number)
+            except OSError: return self.send(number)
         try:
-            if data:
-                return self.sockets[number].sendall(data)
+            if data: return self.sockets[number].sendall(data)
             self.sockets[number].shutdown(socket.SHUT_WR)       # half-close: the answer may still be on its way
         except (OSError, KeyError):         # it is gone: wake its pump
-            with contextlib.suppress(OSError, KeyError):
-                self.sockets[number].shutdown(socket.SHUT_RDWR)
-        if not data:
-            self.end(number)
+            with contextlib.suppress(OSError, KeyError): self.sockets[number].shutdown(socket.SHUT_RDWR)
+        if not data: self.end(number)
 
     def run(self):
         """Until the pipe is closed."""
         with contextlib.suppress(OSError, ValueError):
             while len(head := self.read(8)) == 8:
                 number, size = struct.unpack(">II", head)
-                if size > MOST_BYTES:
-                    break
+                if size > MOST_BYTES: break
                 self.receive(number, self.read(size))
         for sock in list(self.sockets.values()):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError): sock.shutdown(socket.SHUT_RDWR)
 
 
 def over_exec(wire, connect) -> Frames:
@@ -85,11 +74,9 @@ def over_exec(wire, connect) -> Frames:
         data = bytearray()
         while len(data) < size:
             while not (hasattr(wire, "pending") and wire.pending() or ready.poll(1000)):
-                if time.monotonic() > deadline:
-                    return b""
+                if time.monotonic() > deadline: return b""
             with frames.lock:               # TLS: OpenSSL does not bear one thread that reads and one that writes
-                if not (chunk := wire.recv(size - len(data))):
-                    break
+                if not (chunk := wire.recv(size - len(data))): break
             data += chunk
         return bytes(data)
 
@@ -106,8 +93,7 @@ def over_exec(wire, connect) -> Frames:
 
 def main(path="/run/model.sock"):
     def write(data):
-        while data:
-            data = data[os.write(1, data):]
+        while data: data = data[os.write(1, data):]
     frames = Frames(sys.stdin.buffer.read, write)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.lexists(path):
@@ -122,8 +108,7 @@ def main(path="/run/model.sock"):
             try:
                 frames.add(number, server.accept()[0])
             except (OSError, RuntimeError):         # no descriptor, no thread is left: some will be
-                if sock := frames.sockets.pop(number, None):
-                    sock.close()
+                if sock := frames.sockets.pop(number, None): sock.close()
                 time.sleep(0.1)
     frames.read(8)                          # the other end listens: what came earlier could be lost
     frames.send(0)

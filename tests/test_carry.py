@@ -210,16 +210,13 @@ def test_a_hold_costs_no_agent_its_time(scripted, tmp_path, bubblewrap):
     """Would catch a time limit that runs on while the policy is updated: the engine says nothing for longer than the
     agent may take; and a sandbox that starts meanwhile."""
     task = rollout.load_task(make_task(tmp_path / "task", toml="[agent]\ntimeout_sec = 4"), "task", {})
-    runner, going = rollout.Runner(scripted, bubblewrap, "test-hold", num_parallel=2, num_warm=0), threading.Event()
-
-    def script(call):
-        going.set()
-        return "DONE"
-    first, = runner.begin([rollout.Job(task, "bash", 0, script)], tmp_path)
+    runner = rollout.Runner(scripted, bubblewrap, "test-hold", num_parallel=2, num_warm=0)
+    first, = runner.begin([rollout.Job(task, "bash", 0, ("DONE",))], tmp_path)
     scripted.sleep()
-    assert going.wait(30)
+    deadline = time.monotonic() + 30
+    while not any(s.seen for s in list(scripted.sessions.values())): assert time.monotonic() < deadline, "no call"
     runner.hold()
-    second, = runner.begin([rollout.Job(task, "bash", 1, script)], tmp_path)
+    second, = runner.begin([rollout.Job(task, "bash", 1, ("DONE",))], tmp_path)
     time.sleep(6)
     assert not first.done() and not second.done() and runner.boxes[0].folder and not runner.boxes[1].folder
     scripted.wait_for(scripted.engine.resume_generation())

@@ -53,6 +53,22 @@ def told(path, answer):
 
 # ---- stop words ----
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_null_is_not_said(scripted, connect, path, stream):
+    """Would catch a parameter given as null that is sampled for and then answered as an error (responses' truncation
+    and parallel_tool_calls), or that is no longer what its absence is."""
+    nothing = dict.fromkeys(["truncation", "parallel_tool_calls", "tools", "tool_choice", "temperature", "metadata",
+                             "system" if path == MESSAGES else "user", "stop_sequences", "reasoning"])
+    session = connect(scripted, ["fine"])
+    body = {"model": "policy", "messages": USER, "input": USER, "max_tokens": 50, "stream": stream}
+    del body["messages" if path == RESPONSES else "input"]
+    answer = connect.client(session).post(path, json=nothing | body)
+    assert answer.status_code == 200 and "fine" in answer.text, answer.text
+    call, = tree.read(session.record).calls
+    assert call.finish == "stop" and call.kind == "main"
+
+
 @pytest.mark.parametrize("path, name", [(CHAT, "stop"), (MESSAGES, "stop_sequences"), (RESPONSES, "stop")])
 @pytest.mark.parametrize("echo", ["as told", "with the word", "trimmed"])
 def test_a_stop_word_that_is_not_told(scripted, connect, path, name, echo):
