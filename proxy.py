@@ -108,7 +108,7 @@ class Session:
     record: Path
     temperature: float = 1.0
     max_tokens: int = 0                                     # cap of a reply in tokens (0 = what fits)
-    script: object = None                                   # texts that a scripted engine samples
+    script: object = None                                   # texts that a scripted engine samples, or call -> text
     max_calls: int = 0                                      # budget of calls (0 = none)
     max_rollout_tokens: int = 0                             # budget of sampled tokens (0 = none)
     is_spent: bool = False                                  # a call was refused because a budget is used up
@@ -181,7 +181,7 @@ class Session:
         if self.is_ended: return "this session is finished"
         if self.is_strict and self.diverged: return f"replay: {self.diverged}"
         if 0 < self.max_calls <= len(self.seen): return self.spent(f"used up its {self.max_calls} calls")
-        if self.script is not None and len(self.seen) >= len(self.script):
+        if self.script is not None and not callable(self.script) and len(self.seen) >= len(self.script):
             return f"the script of session {self.id} has {len(self.script)} lines, call {len(self.seen) + 1} wants more"
         if 0 < self.max_rollout_tokens <= (num := sum(len(c.sampled_ids) for c in self.calls)):
             return self.spent(f"sampled {num} tokens, all that it may")
@@ -266,7 +266,8 @@ def make_recorder():
             old: the recorded call to answer with, or None."""
             session, finish, routing = call.session, "error", None
             ids, logp, versions, first_s = [], [], [], None
-            if session.script is not None: p.extra_args = {"scripted": session.script[call.id]}
+            if (script := session.script) is not None:
+                p.extra_args = {"scripted": script(call) if callable(script) else script[call.id]}
             try:
                 if old is not None:
                     first_s, ids, logp, versions = time.time(), list(old.sampled_ids), old.logp_rollout, old.versions

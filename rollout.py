@@ -261,7 +261,7 @@ class Job:
     task: Task
     harness: str                        # a name in harnesses/, or oracle, or nop
     sample: int = 0                     # which of the group
-    script: object = None               # texts for a scripted engine
+    script: object = None               # texts for a scripted engine, or a function (proxy.Session)
 
     @property
     def id(self): return f"{self.task.id}.{self.harness}.{self.sample}"
