@@ -538,7 +538,7 @@ class Front:
 
 def mend(body: bytes) -> tuple:
     """A request's body as vLLM can and may have it; does it ask for a stream? Most are right as they are: then only
-    their outermost names are looked at, since to parse and write a long history takes longer than all else here."""
+    their outermost names and nulls are looked at: to parse and write a long history takes longer than all else here."""
     import msgspec
     try: raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError): raw = {}
@@ -736,7 +736,7 @@ class Proxy:
                             "KMP_BLOCKTIME": "1"}.items():      # threads that wait do not spin: others need the cores
             os.environ.setdefault(name, value)
         for name in "tool_parsers", "entrypoints.anthropic.api_router":     # else a traceback for a broken tool call,
-            logging.getLogger(f"vllm.{name}").setLevel(logging.CRITICAL)    # and for each message that is refused
+            logging.getLogger(f"vllm.{name}").setLevel(logging.CRITICAL)    # each refused message; a fault's is lost
         self.is_scripted = engine == "scripted"
         if not self.is_scripted and os.environ.get("RANK", "0") == "0":
             print("vLLM's engine starts: half a minute, minutes on busy cores", file=sys.stderr)

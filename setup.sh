@@ -1,7 +1,7 @@
 #!/bin/bash
 # Makes .venv and what a run needs. Called by make; safe to run again.
-#   bash setup.sh            Python packages, a sandbox (bubblewrap, where no Docker daemon answers), the shell tasks
-#   bash setup.sh docker     also a Docker daemon and a base image, as the tests use them
+#   bash setup.sh            Python packages, bubblewrap (where a Docker daemon answers: if it may), the shell tasks
+#   bash setup.sh docker     also a Docker daemon, a base image, git, npm and Chromium, as the tests use them
 set -euo pipefail
 cd "$(dirname "$0")"
 exec 9>> setup.sh && flock 9    # of two at once, one waits
@@ -49,7 +49,7 @@ if [ "$(cat .venv/.ready 2>/dev/null)" != "$stamp" ]; then
   echo "$stamp" > .venv/.ready
 fi
 
-# where Docker answers, --sandbox bubblewrap alone needs it
+# where Docker answers, --sandbox bubblewrap alone needs it: told, and gone on without
 command -v bwrap >/dev/null || (packages bubblewrap) || daemon || exit 1
 if [ "${1:-}" = docker ]; then
   for name in debootstrap git npm; do command -v $name >/dev/null || packages $name; done

@@ -154,7 +154,8 @@ def check(cfg: Config):
                "graft": graft.GRAFTS, "loss_mean": ("rollout", "token", "constant"),
                "baseline": ("batch", "none"), "keep": ("all", "longest_leaf")}
     for name, allowed in choices.items():
-        assert getattr(cfg, name) in allowed, f"--{name} {getattr(cfg, name)}: one of {', '.join(allowed)}"
+        assert getattr(cfg, name) in allowed, (
+            f"--{name} {getattr(cfg, name)}: one of {', '.join(filter(None, allowed))}")
     assert set(cfg.correction.split("+")) <= {"tis", "icepop", "geometric", "off"}, (
         f"--correction {cfg.correction}: tis, icepop, geometric, off, or some of them with + between")
     for name in ("tasks_per_step", "group_size", "num_epochs", "num_minibatches", "micro_batch_tokens", "num_parallel",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import ROOT, make_task
-from test_proxy import ask, hand_over, trainer
+from test_proxy import ask, hand_over, trainer, until
 from test_train import alive, command, forked, train
 import rollout
 import train as loop
@@ -213,8 +213,7 @@ def test_a_hold_costs_no_agent_its_time(scripted, tmp_path, bubblewrap):
     runner = rollout.Runner(scripted, bubblewrap, "test-hold", num_parallel=2, num_warm=0)
     first, = runner.begin([rollout.Job(task, "bash", 0, ("DONE",))], tmp_path)
     scripted.sleep()
-    deadline = time.monotonic() + 30
-    while not any(s.seen for s in list(scripted.sessions.values())): assert time.monotonic() < deadline, "no call"
+    until(lambda: any(s.seen for s in list(scripted.sessions.values())))
     runner.hold()
     second, = runner.begin([rollout.Job(task, "bash", 1, ("DONE",))], tmp_path)
     time.sleep(6)

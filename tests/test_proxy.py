@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import re
 import select
 import socket
@@ -433,13 +432,14 @@ def test_a_reply_that_nobody_was_told_is_not_trained(scripted, connect):
 
 
 def test_a_session_that_ends_under_signs_of_life(scripted, connect, monkeypatch, caplog):
-    """Would catch a traceback in the log for an ordinary event: a run that ends while a client waits for an answer whose
-    status is sent; and a client that is told of success."""
+    """Would catch a traceback in the log for an ordinary event: a run that ends while a client waits for an answer
+    whose status is sent; and a client that is told of success."""
     monkeypatch.setattr(proxy, "FIRST_SIGN_S", 0.1)
     session = connect(scripted, ["x"])
     body = json.dumps({"model": "policy", "messages": USER}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: m\r\nContent-Length: %d\r\n\r\n" % len(body)
     with slow(scripted), raw_connection(session) as raw:
-        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: m\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        raw.sendall(head + body)
         assert raw.recv(1000).startswith(b"HTTP/1.1 200")
         scripted.close_session(session)
         rest = b"".join(iter(lambda: raw.recv(1000), b""))
@@ -693,8 +693,8 @@ def test_a_flood_from_one_sandbox(scripted, connect):
         assert gone == 20
         assert ask(connect.client(neighbour)).status_code == 200
     kind = scripted.uvicorn.http_protocol_class
-    alive = lambda: sum(isinstance(x, kind) for x in gc.get_objects())
-    until(lambda: gc.collect() >= 0 and alive() <= 2)  # the neighbour's client keeps its own
+    alive = lambda: sum(type(x) is kind for x in gc.get_objects())
+    until(lambda: gc.collect() >= 0 and alive() <= 2)  # the neighbour's two clients keep theirs
     for is_whole in (False, True):
         for _ in range(20):
             with raw_connection(session) as raw:            # with an answer unread it is a reset, not an end

@@ -521,8 +521,8 @@ def sent_to_wandb(file):
 
 
 def test_the_fidelity_gate_refuses(learnt, tasks, tmp_path):
-    """Would catch a gate that only reports: with a bound of next to nothing no update may happen but on numbers that are
-    equal (of tokens that are all but certain they can be), and the run ends with the reason."""
+    """Would catch a gate that only reports: with a bound of next to nothing no update may happen but on numbers that
+    are equal (of tokens that are all but certain they can be), and the run ends with the reason."""
     flags = "--max_logp_gap=1e-12", "--steps=20"
     status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", *flags)
     assert status == 2 and "update refused" in stderr and "--max_logp_gap" in stderr, stderr[-3000:]
