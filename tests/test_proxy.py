@@ -1302,6 +1302,7 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
     if fault == "template":
         text = tokenizer.decode(call.prompt_ids).replace("<|im_start|>", "### ").replace("<|im_end|>", "")
         call.prompt_ids = tokenizer.encode(text)
+        vars(call).pop("ids", None)                         # of which its path is made, and which reading has cached
 
     def gate(rollouts, bound):
         trees = [tree.build(r) for r in rollouts]
@@ -1309,15 +1310,15 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
         forest = tree.pack(batch.paths, batch.trained)
         with torch.no_grad(): logp = tree.logprobs(model, forest)[torch.cat(forest.where)]
         return loop.fidelity(batch, logp, torch.ones_like(logp, dtype=torch.bool), rollouts, bound)
-    assert gate([well], 0.1)["fidelity/gap_max"] < 0.02
+    assert gate([well], 0.02)["fidelity/gap_max"] < 0.02
     told = gate([well, ill], 0)
     for part in ("gap", "interior", "boundary"):
         mean, p99, most = (told[f"fidelity/well/{part}_{k}"] for k in ("mean", "p99", "max"))
         assert mean <= p99 <= most < 0.02
         assert told[f"fidelity/well/{part}_ess"] > 0.999
-    assert told["fidelity/ill/gap_mean"] > 0.1 and told["fidelity/ill/gap_ess"] < 0.99
+    assert told["fidelity/ill/gap_mean"] > 0.02 and told["fidelity/ill/gap_ess"] < 0.999
     assert told["fidelity/ill/gap_max"] == max(told[f"fidelity/ill/{x}_max"] for x in ("interior", "boundary"))
-    with pytest.raises(ValueError, match="update refused") as refusal: gate([well, ill], 0.1)
+    with pytest.raises(ValueError, match="update refused") as refusal: gate([well, ill], 0.02)
     which = "[012]" if fault in ("temperature", "stale cache") else "1"
     assert re.search(f"harness ill, .*rollout {ill.id}, call {which}, token ", str(refusal.value)), refusal.value
 
@@ -1458,7 +1459,8 @@ def test_signs_of_life(real, connect, kind):
         answer = json.loads(b"".join(whole))
     thread.join(30)
     calls = tree.read(session.record).calls
-    said = {real.tokenizer.decode(c.sampled_ids, skip_special_tokens=True) for c in calls}
+    # vLLM holds back half a character at the end
+    said = {real.tokenizer.decode(c.sampled_ids, skip_special_tokens=True).rstrip("\ufffd") for c in calls}
     assert texts[0].strip() in {x.strip() for x in said} and answer["model"] == "policy"
 
 

@@ -570,7 +570,7 @@ def test_two_ranks(learnt, tasks, tmp_path, tp):
     has not, workers that take each other's weights."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", "--micro_batch_tokens=64",
-                                 f"--tp={tp}", launcher=launcher)
+                                 "--group_size=8", f"--tp={tp}", launcher=launcher)
     assert status == 0, stderr[-3000:]
     rl = [r for r in rows if r["phase"] == "rl"]
     assert [r["step"] for r in rl] == [0, 1] and all(r["calls/num"] >= 8 for r in rl)
