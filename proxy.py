@@ -286,7 +286,7 @@ def make_recorder():
                 else:
                     async for out in super().generate(prompt, p, request_id): reply = out.outputs[0]
                     finish, routing = reply.finish_reason, reply.routed_experts
-                if reply.stop_reason is not None: call.told = reply.text
+                if reply.stop_reason is not None: call.told = reply.text.rstrip("\ufffd")
                 return out
             except (asyncio.CancelledError, VLLMClientError):
                 finish = "abort"
