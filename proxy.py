@@ -23,7 +23,7 @@ beside a live one is another sample; a session's budget of calls and tokens; ove
 that do not end, connections without number and finished sessions are refused; any failure but the engine's own is the
 request's (4xx), not ours (5xx); replay of a record; a scripted policy (`--engine scripted`) in place of the engine's
 forward pass only; weights handed over by handle; no admin route reachable from a session.
-Leans on vLLM 0.32.0's insides: OutputProcessor.request_states, LogprobsProcessor, RequestState._weight_version_spans,
+Leans on vLLM 0.32.0's insides: OutputProcessor.request_states, LogprobsProcessor, FastIncrementalDetokenizer, RequestState._weight_version_spans,
 OnlineRenderer.preprocess_chat, the servings' parser classes, EngineCoreClient, model_loader.reload.layerwise,
 ModelConfig.try_get_generation_config, AnthropicServingMessages._get_disabled_thinking_effort.
 Not covered: a reply that a client lost although its connection had taken all bytes is sampled anew; models that take
@@ -195,6 +195,7 @@ class Session:
 # --- the recording engine ---------------------------------------------------------------------------------------------
 def make_recorder():
     """vLLM is imported late: `--help` and bad arguments answer at once."""
+    from tokenizers import decoders
     from vllm.exceptions import VLLMClientError
     from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -259,6 +260,9 @@ def make_recorder():
             if (call := CALL.get()) is not None:
                 call.state = self.output_processor.request_states[queue.request_id]
                 call.state.logprobs_processor = Sampled(call, call.state.logprobs_processor)
+                told = call.state.detokenizer       # would decode the whole prompt, twice; its last tokens tell as much
+                if hasattr(told, "stream"): told.stream = decoders.DecodeStream(
+                    ids=call.prompt_ids[-32:].tolist(), skip_special_tokens=told.skip_special_tokens)
             return queue
 
         async def sample(self, call, prompt, p, request_id, old):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from conftest import ENGINE, engine_prompts, make_model
+from conftest import ENGINE, TEMPLATE, engine_prompts, make_model
 from test_proxy import (CHAT, MESSAGES, RESPONSES, TOOL_CALL, TOOLS, USER, ask, gaps, raw_connection, render, say,
                         slow, trainer, until)
 import proxy
@@ -106,6 +106,41 @@ def test_stop_words_over_vllm_itself(real, connect, tiny):
     assert [c.cause for c in record.calls] == [None] * 8 and len(tree.build(record).paths) == 1
     assert sum(c.finish == "stop" for c in record.calls) >= 6
     assert gaps(trainer(tiny), [record]).max() < 0.02
+
+
+# ---- a tokenizer of another kind ----
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory):
+    """As Llama 2 has it: a space is part of the token behind it, the first one of a text is lost, bytes fall back."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+    folder = make_model(tmp_path_factory.mktemp("model") / "spaced", 4096)
+    names = ["<unk>", "<|im_start|>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklmnopqrst"]
+    inner = Tokenizer(models.BPE({n: i for i, n in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                       decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<|im_start|>",
+                                        eos_token="<|im_end|>", pad_token="<|im_end|>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder)
+    with proxy.Proxy(folder, max_model_len=1024, engine="scripted", engine_args=ENGINE) as p: yield p
+
+
+def test_a_reply_is_told_as_behind_its_whole_prompt(spaced, scripted, connect):
+    """Would catch a reply that loses its first space or gains half a character, as its text is made behind the last
+    tokens of a long prompt alone, wherever these begin."""
+    from tokenizers import decoders
+    replies = [" a b", "a  b ", "é\U0001f642 c", "\n\n", "  "]
+    for p in spaced, scripted:
+        for content in "ab", "\U0001f642" * 20, "x" * 60 + "é" * 9, " " * 40, "b\U0001f642" * 9:
+            session = connect(p, replies)
+            for i, reply in enumerate(replies):
+                message, = told(CHAT, post(connect.client(session), CHAT, [{"role": "user", "content": content * (i + 1)}]))
+                call = tree.read(session.record).calls[i]
+                stream = decoders.DecodeStream(ids=list(call.prompt_ids), skip_special_tokens=True)
+                whole = [stream.step(p.tokenizer._tokenizer, t) or "" for t in call.sampled_ids[:-1]]
+                assert message.get("content", "") == "".join(whole) == (" " if p is spaced else "") + reply
 
 
 # ---- thinking models ----
