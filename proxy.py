@@ -541,24 +541,19 @@ class Front:
 
 
 def mend(body: bytes) -> tuple:
-    """A request's body as vLLM can and may have it; does it ask for a stream? Most are right as they are: then only
-    their outermost names and nulls are looked at: to parse and write a long history takes longer than all else here."""
+    """A request's body as vLLM can and may have it; does it ask for a stream?"""
     import msgspec
-    try: raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, RecursionError): raw = {}
-    odd = b"encrypted_content", b"\\ud", b"\\uD"
-    if raw.keys().isdisjoint(NOT_FOR_HARNESSES) and bytes(raw.get("model", b"")) == b'"policy"' and not any(
-            text in body for text in odd) and msgspec.Raw(b"null") not in raw.values():
-        return body, bytes(raw.get("stream", b"")) == b"true"
-    request = json.loads(body)
+    try: request, write = msgspec.json.decode(body), msgspec.json.encode
+    except (msgspec.MsgspecError, RecursionError):          # half an emoji, where a harness cut its text, NaN, UTF-16
+        request = json.loads(body.decode(json.detect_encoding(body)))
+        write = lambda x: json.dumps(x, ensure_ascii=False).encode(errors="replace")
     if not isinstance(request, dict): raise ValueError(type(request).__name__)
     # null is "not said": vLLM samples for `truncation: null`, and then cannot tell it
     request = {k: v for k, v in request.items() if v is not None and k not in NOT_FOR_HARNESSES}
     for item in request["input"] if isinstance(request.get("input"), list) else ():          # vLLM refuses it
         if isinstance(item, dict): item.pop("encrypted_content", None)
     request["model"] = "policy"                             # whatever name the harness knows it by
-    # half an emoji, where a harness cut its text: no tokenizer takes that
-    return json.dumps(request, ensure_ascii=False).encode(errors="replace"), request.get("stream") is True
+    return write(request), request.get("stream") is True
 
 
 def own_sampling(request, call: Pending):

@@ -552,17 +552,6 @@ def save_tokens(file: Path, rollouts: list, batch: Batch, seen, **columns):
     tmp.rename(file)                                                # whole, or not there
 
 
-def tied(model) -> set:
-    """Names of the parameters that are others under a second name (an output head tied to the embeddings)."""
-    return {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
-
-
-def weights_of(model) -> list:
-    """(name, parameter) of each, once."""
-    left_out = tied(model)
-    return [(name, p) for name, p in model.state_dict().items() if name not in left_out]
-
-
 def full(p):                                                # gathered from its shards; a single one is not copied
     if not hasattr(p, "full_tensor"): return p
     return p.to_local() if p.device_mesh.size() == 1 else p.full_tensor()
@@ -576,7 +565,7 @@ def hand_over(server, version: int, model, memory: list, dtype, device, rank=0, 
     memory: empty at first, then the tensor that all buckets lie in, one after the other, and the handles by which the
     engine's workers open it, each that of the rank with its GPU."""
     plan, size = [[]], lambda pairs: sum(p.numel() for _, p in pairs)
-    for name, p in weights_of(model):
+    for name, p in model.named_parameters():                # each once: a head tied to the embeddings has no second
         if plan[-1] and (size(plan[-1]) + p.numel()) * dtype.itemsize > BUCKET_BYTES: plan.append([])
         plan[-1].append((name, p))
     if not memory:
@@ -586,7 +575,7 @@ def hand_over(server, version: int, model, memory: list, dtype, device, rank=0, 
     def buckets():
         for bucket in plan:
             for (_, p), part in zip(bucket, memory[0][:size(bucket)].split([p.numel() for _, p in bucket])):
-                part.view(p.shape).copy_(full(p if world == 1 else p.to(device, dtype)))
+                part.view(p.shape).copy_(full(p.detach() if world == 1 else p.detach().to(device, dtype)))
             if device.type == "cuda": torch.cuda.synchronize()
             if tp > 1: gather(None, world)                  # all have written
             yield memory[1], [(name, tuple(p.shape)) for name, p in bucket]
@@ -628,15 +617,15 @@ def checkpoint(folder: Path, model_dir: str, model, critic, dtype):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     weights, value_weights = {}, {}
     for net, into in ((model, weights), (critic and critic.model, value_weights)):
-        for name, p in weights_of(net) if net is not None else ():
-            whole = full(p)
+        for name, p in net.named_parameters() if net is not None else ():
+            whole = full(p.detach())
             if dist.get_rank() == 0: into[name] = whole.to(dtype).cpu().contiguous()
     if dist.get_rank(): return
     tmp = folder.with_suffix(".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-    missing, unknown = plain.load_state_dict(weights, strict=False)
-    assert set(missing) <= tied(model) and not unknown, f"checkpoint: missing {missing}, unknown {unknown}"
+    assert weights.keys() == dict(plain.named_parameters()).keys(), f"checkpoint: {model_dir} has other weights by now"
+    plain.load_state_dict(weights, strict=False)            # not strict: tied ones come once
     plain.save_pretrained(tmp)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp)
     if value_weights:                                       # the model's, but for lm_head: one number, with a bias
