@@ -86,6 +86,20 @@ def real(tiny):
         yield p
 
 
+def until(condition, timeout_s=300):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """Requests may say ignore_eos: a reply is then as long as its max_tokens, whatever the policy says."""
+    import proxy
+    monkeypatch.setattr(proxy, "HARNESS_CHOOSES", (*proxy.HARNESS_CHOOSES, "ignore_eos"))
+
+
 @contextlib.contextmanager
 def engine_prompts(proxy):
     """-> list that fills with the token ids of each prompt that the engine is given."""

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from conftest import ROOT, make_task
-from test_proxy import ask, hand_over, trainer, until
+from conftest import ROOT, make_task, until
+from test_proxy import ask, hand_over, sampled, trainer
 from test_train import alive, command, forked, train
 import rollout
 import train as loop
@@ -173,7 +173,7 @@ def test_a_killed_run_takes_its_carried_rollouts_up_again(tiny, tasks, tmp_path)
         assert after.calls[0].logp_rollout == before.calls[0].logp_rollout
 
 
-def test_a_call_over_an_update_is_each_version_s_own(real, connect, tiny):
+def test_a_call_over_an_update_is_each_version_s_own(real, connect, endless, tiny):
     """Would catch tokens sampled while the engine is held, a call that begins anew under the next weights, tokens that
     carry the wrong version, and new tokens that look at keys of the old weights: held in the middle of a reply, with a
     second call that arrives meanwhile; each version's tokens agree with its own weights, and with no others."""
@@ -181,22 +181,22 @@ def test_a_call_over_an_update_is_each_version_s_own(real, connect, tiny):
     with torch.random.fork_rng():
         torch.manual_seed(7)
         new = {n: p + 0.3 * torch.randn_like(p) * p.std() if p.dim() > 1 else p for n, p in old.named_parameters()}
-    first = threading.Thread(target=ask, args=(connect.client(session),), kwargs={"max_tokens": 900})
+    long = {"max_tokens": 900, "ignore_eos": True}
+    first = threading.Thread(target=ask, args=(connect.client(session),), kwargs=long)
     second = threading.Thread(target=ask, args=(connect.client(other),), kwargs={"max_tokens": 50})
-    sampled = lambda: session.seen[0].state.detokenizer.num_output_tokens()
     first.start()
-    while not (session.seen and session.seen[0].state and sampled() > 1): time.sleep(0.001)
+    until(lambda: sampled(session) > 20)
     real.sleep()
-    held = sampled()
+    held = sampled(session)
     second.start()
-    while not other.seen: time.sleep(0.01)
+    until(lambda: other.seen)
     time.sleep(1)
-    assert sampled() == held and not session.calls and not other.calls
+    assert sampled(session) == held and not session.calls and not other.calls
     hand_over(real, new, version + 1)
-    first.join(120), second.join(120)
+    first.join(300), second.join(300)
     hand_over(real, dict(old.named_parameters()), version + 2)
     call, = tree.read(session.record).calls
-    assert [v for v, _ in call.versions] == [version, version + 1] and len(call.sampled_ids) > 100
+    assert [v for v, _ in call.versions] == [version, version + 1] and len(call.sampled_ids) == 900
     assert [v for c in tree.read(other.record).calls for v, _ in c.versions] == [version + 1]
     t = tree.build(tree.read(session.record))
     forest, engine, of = tree.pack(t.paths, t.trained), torch.tensor(t.logp_rollout[0]), torch.tensor(t.version[0])

@@ -28,7 +28,7 @@ from hypothesis import example, given, settings, strategies as st
 try: import httpx2                          # anthropic's since 2.0
 except ImportError: httpx2 = httpx
 
-from conftest import ENGINE, ROOT, make_task
+from conftest import ENGINE, ROOT, make_task, until
 import graft as grafting
 import proxy
 import rollout
@@ -38,13 +38,6 @@ import tree
 USER = [{"role": "user", "content": "List the files."}]
 LONG = [{"role": "user", "content": "List the files. " * 40}]       # some blocks of the prefix cache
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-
-
-def until(condition, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def ask(client, messages=USER, timeout=60, **body):
@@ -1127,7 +1120,7 @@ def test_the_run_owns_the_sampling(real, connect, tiny):
     rollout_ = tree.read(session.record)
     assert len(rollout_.calls) == 6
     for call in rollout_.calls:
-        assert len(set(call.sampled_ids)) > 15 and call.sampling["temperature"] == 1.0
+        assert len(set(call.sampled_ids)) > 0.6 * len(call.sampled_ids) and call.sampling["temperature"] == 1.0
         assert all(math.isfinite(x) for x in call.logp_rollout)
     thinking = connect(real, max_tokens=24)                 # what Claude Code sends: its budget would force tokens
     body = dict(model="policy", max_tokens=2000, messages=USER, temperature=0, top_k=1,
@@ -1135,7 +1128,8 @@ def test_the_run_owns_the_sampling(real, connect, tiny):
                 tools=[{"name": "run", "input_schema": {"type": "object"}}])
     answer = connect.client(thinking).post(MESSAGES, json=body)
     assert answer.status_code == 200, answer.text
-    assert len(set(tree.read(thinking.record).calls[0].sampled_ids)) > 15
+    ids = tree.read(thinking.record).calls[0].sampled_ids
+    assert len(set(ids)) > 0.6 * len(ids)
     agree(tiny, [tree.read(session.record), tree.read(thinking.record)])
 
 
@@ -1322,37 +1316,40 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
     assert re.search(f"harness ill, .*rollout {ill.id}, call {which}, token ", str(refusal.value)), refusal.value
 
 
+def sampled(session):
+    """The number of tokens that vLLM has sampled so far in the first call."""
+    state = session.seen[0].state if session.seen else None
+    return state.detokenizer.num_output_tokens() if state else 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, stream):
+def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, endless, tiny, stream):
     """Would catch a call whose tokens all count as sampled by the newest weights: its off-policy part would pass as
     on-policy."""
     session, version = connect(real), real.engine.version
     weights = {n: p.detach() for n, p in trainer(tiny).named_parameters()}
-    thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=900, stream=stream))
+    body = dict(max_tokens=900, stream=stream, ignore_eos=True)
+    thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=body)
     thread.start()
-    while len(session.seen) == 0: time.sleep(0.01)
-    time.sleep(0.4)
+    until(lambda: sampled(session) > 1)
     hand_over(real, weights, version + 1)
-    thread.join(60)
+    thread.join(300)
     call, = tree.read(session.record).calls
     assert [v for v, _ in call.versions] == [version, version + 1] and all(n > 0 for _, n in call.versions)
     assert sum(n for _, n in call.versions) == len(call.sampled_ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves(real, connect, stream):
+def test_a_client_that_leaves(real, connect, endless, stream):
     """Would catch a call that goes on sampling for nobody after its grace, or one that is lost: it must stand in the
     record as aborted, with what was sampled, once, and not be trained."""
     session, real.grace_s = connect(real), 0.2
-    body = json.dumps({"model": "policy", "messages": USER, "stream": stream}).encode()
+    body = json.dumps({"model": "policy", "messages": USER, "stream": stream, "ignore_eos": True}).encode()
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(session.address)
         client.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body))
-        started = time.monotonic()
-        while time.monotonic() - started < 60:              # more than the first token, which vLLM hands out at once
-            if session.seen and (state := session.seen[0].state) and state.detokenizer.num_output_tokens() > 1: break
-            time.sleep(0.001)
-    while not session.calls and time.monotonic() - started < 80: time.sleep(0.01)
+        until(lambda: sampled(session) > 1)                 # more than the first token, which vLLM hands out at once
+    until(lambda: session.calls)
     record = tree.read(session.record)
     call, = record.calls
     assert call.finish == "abort" and len(call.sampled_ids) < 900
