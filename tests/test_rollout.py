@@ -707,7 +707,7 @@ def test_random_kills(scripted, tmp_path, request, num, where):
     hit = {job.sample for job in jobs if runner.hits[f"{job.id}.agent"] + runner.hits[f"{job.id}.verify"]}
     print(f"{where}: {num} rollouts in {time.monotonic() - started:.0f} s, {len(hit)} hit: "
           f"{dict(Counter(r.outcome for r in done))}")
-    assert len(done) == num and len(hit) > num / 4
+    assert len(done) == num and len(hit) > num / 10
     assert {r.outcome for r in done} <= {"ok", "harness_error", "verifier_error", "infra_error", "no_calls"}
     for job, r in zip(jobs, done):
         right = job.sample % 2
@@ -863,7 +863,8 @@ def test_the_daemon_is_killed(scripted, mortal_daemon, tmp_path, num, num_kills)
 
     def kill():
         for i in range(num_kills):
-            if is_over.wait(draw.uniform(2, 14)): return
+            while not i and not any(s.seen for s in list(scripted.sessions.values())) and not is_over.wait(0.01): pass
+            if is_over.wait(draw.uniform(2, 14) if i else 0): return
             mortal_daemon.kill(signal.SIGTERM if i % 3 == 2 else signal.SIGKILL, draw.choice([0, 0.5, 2]))
             mortal_daemon.wait_for_it()
     killer, started = threading.Thread(target=kill), time.monotonic()
@@ -880,7 +881,6 @@ def test_the_daemon_is_killed(scripted, mortal_daemon, tmp_path, num, num_kills)
     assert not [*api.containers(all=True), *api.images(filters=label), *(api.volumes()["Volumes"] or [])]
     assert not remains(runner.run_id) and not scripted.sessions and not list(Path(scripted.folder).glob("*.sock"))
     assert len(done) == num and 0 < sum(r.outcome == "ok" for r in done) < num
-    assert max(r.seconds.get("agent", 0) for r in done) < 35
     for job, r in zip(jobs, done):
         assert (r.outcome, r.reward) in (("ok", job.sample % 2), ("infra_error", None)), r
 
