@@ -189,7 +189,7 @@ def far_daemon(docker, tmp_path_factory):
         daemon = subprocess.Popen(["unshare", "-m", "-n", "bash", "-ec", start], stdout=log, stderr=log,
                                   pass_fds=[number], env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"})
     try:
-        for _ in range(30):
+        for _ in range(300):
             is_up = not subprocess.run(["timeout", "2", "docker", "version"], env=os.environ | env,
                                        capture_output=True).returncode
             if is_up: break
