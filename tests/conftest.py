@@ -86,6 +86,20 @@ def real(tiny):
         yield p
 
 
+def until(condition, timeout_s=300):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """Requests may say ignore_eos: a reply is then as long as its max_tokens, whatever the policy says."""
+    import proxy
+    monkeypatch.setattr(proxy, "HARNESS_CHOOSES", (*proxy.HARNESS_CHOOSES, "ignore_eos"))
+
+
 @contextlib.contextmanager
 def engine_prompts(proxy):
     """-> list that fills with the token ids of each prompt that the engine is given."""
@@ -175,7 +189,7 @@ def far_daemon(docker, tmp_path_factory):
         daemon = subprocess.Popen(["unshare", "-m", "-n", "bash", "-ec", start], stdout=log, stderr=log,
                                   pass_fds=[number], env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"})
     try:
-        for _ in range(30):
+        for _ in range(300):
             is_up = not subprocess.run(["timeout", "2", "docker", "version"], env=os.environ | env,
                                        capture_output=True).returncode
             if is_up: break

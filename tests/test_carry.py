@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from conftest import ROOT, make_task
-from test_proxy import ask, hand_over, trainer, until
+from conftest import ROOT, make_task, until
+from test_proxy import ask, hand_over, sampled, trainer
 from test_train import alive, command, forked, train
 import rollout
 import train as loop
@@ -22,19 +22,19 @@ REWARD = "echo 0.$RANDOM > /logs/verifier/reward.txt"       # each group has rew
 FLAGS = "--carry_over=0.5", "--priority_floor=1", "--lr=1e-3", "--lr_warmup_steps=1", "--no_checkpoint"
 
 
-# What each of the agent's commands runs first (BASH_ENV): it takes time, and the second ends the agent. A random model
-# never says DONE, and whoever runs out of turns gets no reward.
-FIRST = "if [ $0 = bash ]; then sleep {}; echo >> n; [ $(wc -l < n) = 1 ] || kill -9 $PPID; fi"
+# What each of the agent's commands runs first (BASH_ENV): the first takes time, and the second ends the agent. A random
+# model never says DONE, and whoever runs out of turns gets no reward.
+FIRST = "if [ $0 = bash ]; then [ -s n ] || sleep {}; echo >> n; [ $(wc -l < n) = 1 ] || kill -9 $PPID; fi"
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory, bubblewrap):
-    """Four tasks, one of them slow: 2 commands of 8 s."""
+    """Four tasks, one of them slow: its first command takes 30 s."""
     folder = tmp_path_factory.mktemp("tasks")
     for i in range(4):
         task = make_task(folder / f"task-{i}", instruction=f"Write {i} to out.txt.", test=REWARD,
-                         dockerfile="ENV BASH_ENV=/app/first.sh")
-        (task / "environment/files/first.sh").write_text(FIRST.format(0 if i else 8))
+                         dockerfile="ENV BASH_ENV=/app/first.sh COMMAND_TIMEOUT_S=100")
+        (task / "environment/files/first.sh").write_text(FIRST.format(0 if i else 30))
     return folder
 
 
@@ -173,7 +173,7 @@ def test_a_killed_run_takes_its_carried_rollouts_up_again(tiny, tasks, tmp_path)
         assert after.calls[0].logp_rollout == before.calls[0].logp_rollout
 
 
-def test_a_call_over_an_update_is_each_version_s_own(real, connect, tiny):
+def test_a_call_over_an_update_is_each_version_s_own(real, connect, endless, tiny):
     """Would catch tokens sampled while the engine is held, a call that begins anew under the next weights, tokens that
     carry the wrong version, and new tokens that look at keys of the old weights: held in the middle of a reply, with a
     second call that arrives meanwhile; each version's tokens agree with its own weights, and with no others."""
@@ -181,22 +181,22 @@ def test_a_call_over_an_update_is_each_version_s_own(real, connect, tiny):
     with torch.random.fork_rng():
         torch.manual_seed(7)
         new = {n: p + 0.3 * torch.randn_like(p) * p.std() if p.dim() > 1 else p for n, p in old.named_parameters()}
-    first = threading.Thread(target=ask, args=(connect.client(session),), kwargs={"max_tokens": 900})
+    long = {"max_tokens": 900, "ignore_eos": True}
+    first = threading.Thread(target=ask, args=(connect.client(session),), kwargs=long)
     second = threading.Thread(target=ask, args=(connect.client(other),), kwargs={"max_tokens": 50})
-    sampled = lambda: session.seen[0].state.detokenizer.num_output_tokens()
     first.start()
-    while not (session.seen and session.seen[0].state and sampled() > 1): time.sleep(0.001)
+    until(lambda: sampled(session) > 20)
     real.sleep()
-    held = sampled()
+    held = sampled(session)
     second.start()
-    while not other.seen: time.sleep(0.01)
+    until(lambda: other.seen)
     time.sleep(1)
-    assert sampled() == held and not session.calls and not other.calls
+    assert sampled(session) == held and not session.calls and not other.calls
     hand_over(real, new, version + 1)
-    first.join(120), second.join(120)
+    first.join(300), second.join(300)
     hand_over(real, dict(old.named_parameters()), version + 2)
     call, = tree.read(session.record).calls
-    assert [v for v, _ in call.versions] == [version, version + 1] and len(call.sampled_ids) > 100
+    assert [v for v, _ in call.versions] == [version, version + 1] and len(call.sampled_ids) == 900
     assert [v for c in tree.read(other.record).calls for v, _ in c.versions] == [version + 1]
     t = tree.build(tree.read(session.record))
     forest, engine, of = tree.pack(t.paths, t.trained), torch.tensor(t.logp_rollout[0]), torch.tensor(t.version[0])
@@ -209,16 +209,17 @@ def test_a_call_over_an_update_is_each_version_s_own(real, connect, tiny):
 def test_a_hold_costs_no_agent_its_time(scripted, tmp_path, bubblewrap):
     """Would catch a time limit that runs on while the policy is updated: the engine says nothing for longer than the
     agent may take; and a sandbox that starts meanwhile."""
-    task = rollout.load_task(make_task(tmp_path / "task", toml="[agent]\ntimeout_sec = 4"), "task", {})
+    task = rollout.load_task(make_task(tmp_path / "task", toml="[agent]\ntimeout_sec = 15"), "task", {})
     runner = rollout.Runner(scripted, bubblewrap, "test-hold", num_parallel=2, num_warm=0)
     first, = runner.begin([rollout.Job(task, "bash", 0, ("DONE",))], tmp_path)
     scripted.sleep()
     until(lambda: any(s.seen for s in list(scripted.sessions.values())))
     runner.hold()
     second, = runner.begin([rollout.Job(task, "bash", 1, ("DONE",))], tmp_path)
-    time.sleep(6)
+    time.sleep(17)
     assert not first.done() and not second.done() and runner.boxes[0].folder and not runner.boxes[1].folder
     scripted.wait_for(scripted.engine.resume_generation())
     runner.go_on()
-    for done in (first.result(60), second.result(60)): assert done.outcome == "ok" and done.seconds["agent"] < 4, done
+    for done in (f.result(300) for f in (first, second)):
+        assert done.outcome == "ok" and done.seconds["agent"] < 15, done
     runner.stop()

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import harnesses
+from conftest import until
 from sandbox import Bubblewrap, Environment
 
 FORWARD, AGENT = [sys.executable, ROOT / "harnesses/forward.py"], [sys.executable, ROOT / "harnesses/bash_agent.py"]
@@ -63,7 +64,7 @@ def forwarded(tmp_path, command, **env):
     env = {**os.environ, "FORWARD_PORT": port, "FORWARD_SOCKET": str(tmp_path / "model.sock"),
            "OPENAI_BASE_URL": f"http://127.0.0.1:{port}/v1", **env}
     command = [*FORWARD, *command]
-    return subprocess.run(command, cwd=tmp_path / "work", env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=tmp_path / "work", env=env, capture_output=True, text=True, timeout=100)
 
 
 def episode(tmp_path, script, instruction="Do it.", **env):
@@ -116,19 +117,17 @@ def test_a_command_with_a_nul_byte_is_run_without_it(tmp_path):
 
 def test_time_limit_kills_the_children_too(tmp_path):
     """Would catch a time-out that kills bash alone, or one that waits for a grandchild which holds the pipe."""
-    started = time.monotonic()
-    command = "echo before; sleep 60 & echo $! > pid; wait"
-    result, requests = episode(tmp_path, [command, "DONE"], COMMAND_TIMEOUT_S="0.5")
-    assert result.returncode == 0 and shown(requests).startswith("timeout: killed after 0.5 s\nbefore"), result
-    assert time.monotonic() - started < 10 and not is_alive((tmp_path / "work/pid").read_text().strip())
+    command = "echo before; sleep 600 & echo $! > pid; wait"
+    result, requests = episode(tmp_path, [command, "DONE"], COMMAND_TIMEOUT_S="5")
+    assert result.returncode == 0 and shown(requests).startswith("timeout: killed after 5 s\nbefore"), result
+    until(lambda: not is_alive((tmp_path / "work/pid").read_text().strip()), 60)
 
 
 def test_background_process_does_not_hold_the_turn(tmp_path):
     """Would catch an agent that waits for the end of the output: to start a server would cost the time limit."""
-    started = time.monotonic()
-    result, requests = episode(tmp_path, ["sleep 20 & echo $! > pid; echo ok", "DONE"])
+    result, requests = episode(tmp_path, ["sleep 600 & echo $! > pid; echo ok", "DONE"], COMMAND_TIMEOUT_S="600")
     os.kill(int((tmp_path / "work/pid").read_text()), 9)
-    assert shown(requests) == "exit 0\nok" and time.monotonic() - started < 8, result
+    assert shown(requests) == "exit 0\nok", result
 
 
 def test_long_output_is_cut_in_the_middle(tmp_path):
@@ -207,22 +206,23 @@ def wait_for(path):
 
 def test_forwarder_passes_a_broken_connection_on(tmp_path):
     """Would catch a client's death that never reaches the model: it would go on sampling for nobody."""
-    gone = threading.Event()
+    def serve():
+        if server.accept()[0].recv(1) == b"": (tmp_path / "work/gone").touch()
+    client = """exec 3<>/dev/tcp/127.0.0.1/$FORWARD_PORT; sleep 0.2; exec 3>&-
+        for i in $(seq 300); do [ -e gone ] && exit; sleep 0.1; done; exit 1"""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "model.sock"))
         server.listen()
-        threading.Thread(target=lambda: server.accept()[0].recv(1) == b"" and gone.set(), daemon=True).start()
-        forwarded(tmp_path, ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/$FORWARD_PORT; sleep 0.2; exec 3>&-; sleep 0.5"])
-        assert gone.wait(0.1)
+        threading.Thread(target=serve, daemon=True).start()
+        assert forwarded(tmp_path, ["bash", "-c", client]).returncode == 0
 
 
 @pytest.mark.parametrize("command, code", [("exit 7", 7), ("kill -9 $$", 137), ("true", 0)])
 def test_forwarder_exits_as_the_command_does(tmp_path, command, code):
     """Would catch a failure inside that looks like a success outside, and background processes that outlive it."""
-    result = forwarded(tmp_path, ["bash", "-c", f"sleep 60 >&- 2>&- & echo $! > pid; {command}"])
+    result = forwarded(tmp_path, ["bash", "-c", f"sleep 600 >&- 2>&- & echo $! > pid; {command}"])
     assert result.returncode == code
-    time.sleep(0.05)
-    assert not is_alive((tmp_path / "work/pid").read_text().strip())
+    until(lambda: not is_alive((tmp_path / "work/pid").read_text().strip()), 60)
 
 
 # ---- harnesses and their runtime ----

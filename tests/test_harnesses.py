@@ -239,7 +239,7 @@ def test_compaction_in_time(name, roomy, bubblewrap, tmp_path):
 
 
 LIMITS = {"calls": {"max_calls": 2}, "tokens": {"max_rollout_tokens": 100},
-          "time": {"toml": "[agent]\ntimeout_sec = 12"}}
+          "time": {"toml": "[agent]\ntimeout_sec = 45"}}
 
 
 @pytest.mark.parametrize("name,limit", [

@@ -28,7 +28,7 @@ from hypothesis import example, given, settings, strategies as st
 try: import httpx2                          # anthropic's since 2.0
 except ImportError: httpx2 = httpx
 
-from conftest import ENGINE, ROOT, make_task
+from conftest import ENGINE, ROOT, make_task, until
 import graft as grafting
 import proxy
 import rollout
@@ -38,13 +38,6 @@ import tree
 USER = [{"role": "user", "content": "List the files."}]
 LONG = [{"role": "user", "content": "List the files. " * 40}]       # some blocks of the prefix cache
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-
-
-def until(condition, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def ask(client, messages=USER, timeout=60, **body):
@@ -125,7 +118,7 @@ def test_on_disk_before_the_end_is_told(scripted, connect, tmp_path):
     thread.start()
     assert not end.wait(0.5) and not any("finish_reason\":\"stop" in line or "[DONE]" in line for line in seen)
     with open(session.record) as pipe: line = json.loads(pipe.read())
-    thread.join(10)
+    thread.join(300)
     assert line["type"] == "call" and "data: [DONE]" in seen
 
 
@@ -304,8 +297,8 @@ def test_proxy_command_by_hand(tiny, tmp_path, host):
     in this machine's browser that adds calls to the record; and an address for others that asks for no key."""
     with socket.create_server(("127.0.0.1", 0)) as server: port = server.getsockname()[1]
     (tmp_path / "script").write_text("hello\n")
-    command = [sys.executable, "proxy.py", "--model", tiny, "--session", "me", "--port", str(port),
-               "--record", tmp_path / "rec", "--max_model_len", "1024", "--engine", "scripted",
+    command = ["env", "--default-signal=INT", sys.executable, "proxy.py", "--model", tiny, "--session", "me",
+               "--port", str(port), "--record", tmp_path / "rec", "--max_model_len", "1024", "--engine", "scripted",
                "--script", tmp_path / "script", *host]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
@@ -423,9 +416,8 @@ def test_a_reply_that_nobody_was_told_is_not_trained(scripted, connect):
     """Would catch tokens that are trained for what followed from others: the client had gone, came back with another
     prompt, and the session's end finds a whole reply that was never delivered."""
     session = connect(scripted, ["lost", "told"])
-    with slow(scripted):
-        with pytest.raises(httpx.TimeoutException): ask(connect.client(session), timeout=0.5)
-    until(lambda: len(session.calls) == 1 and session.orphans)
+    with slow(scripted): lose(session)
+    until(lambda: len(session.calls) == 1)
     assert ask(connect.client(session), LONG).status_code == 200
     scripted.close_session(session)
     assert [(c.finish, c.kind) for c in tree.read(session.record).calls] == [("stop", "side"), ("stop", "main")]
@@ -470,6 +462,15 @@ def test_a_prompt_asked_again_is_another_sample(scripted, connect, path):
     assert all(str(i) in "".join(re.findall(r'(?:text|delta|content)"\s*:\s*"([^"]*)', t)) for i, t in enumerate(told))
 
 
+def lose(session, **body):
+    """A client asks, and hangs up when its call has begun: it is an orphan then."""
+    body, num = json.dumps({"model": "policy", "messages": USER} | body).encode(), len(session.seen)
+    with raw_connection(session) as raw:
+        raw.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body))
+        until(lambda: len(session.seen) > num)
+    until(lambda: session.orphans)
+
+
 @contextlib.contextmanager
 def slow(scripted):
     """The scripted engine says nothing until the end of this block."""
@@ -492,14 +493,13 @@ def test_two_lost_connections_with_one_prompt(scripted, connect):
     threads = [threading.Thread(target=retry) for _ in range(2)]
     with slow(scripted):
         for _ in range(2):
-            with pytest.raises(httpx.ReadTimeout): ask(connect.client(session), timeout=0.5, stream=False, tools=TOOLS)
-            time.sleep(0.2)
+            lose(session, tools=TOOLS)
             lost += session.orphans                         # out of reach, or the second would take the first over
             session.orphans.clear()
         session.orphans += lost
         for t in threads: t.start()
-        time.sleep(0.5)
-    for t in threads: t.join(20)
+        until(lambda: not session.orphans or len(session.seen) > 2)
+    for t in threads: t.join(300)
     assert sorted(answers) == ["one", "two"] and len(session.seen) == 2 and not session.orphans
     assert len(session.seen) == 2                           # no second entry for a call that was taken over
     assert [s.num_tool_calls for s in session.seen] == [0, 0]       # and what was parsed of its reply is known of it
@@ -513,13 +513,13 @@ def test_a_request_under_way_when_its_session_ends(scripted, connect):
     with socket.socket(socket.AF_UNIX) as raw, slow(scripted):
         def cut_off():
             with contextlib.suppress(httpx.HTTPError): ask(connect.client(session))
-        thread = threading.Thread(target=cut_off)
-        thread.start()
         raw.connect(session.address)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         raw.sendall(head.encode() + body[:9])
-        while len(session.seen) == 0: time.sleep(0.01)
-        time.sleep(0.2)
+        until(lambda: session.body_bytes == 9)
+        thread = threading.Thread(target=cut_off)
+        thread.start()
+        until(lambda: session.seen)
         scripted.close_session(session)
         assert not session.running and len(session.calls) == 1
         raw.sendall(body[9:])
@@ -582,11 +582,8 @@ def test_last_words_without_tools(scripted, connect, follows, kinds):
 def test_sessions_over_tcp_are_known_by_their_key(scripted, connect):
     """Would catch a neighbour's session that answers to a wrong, empty or cut key, and a key that works nowhere."""
     one, two = connect(scripted, ["one"] * 4), connect(scripted, ["two"] * 4)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = scripted.listen("127.0.0.1", port)
-    url = f"http://127.0.0.1:{port}"
+    server = scripted.listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     body = {"model": "any-name", "messages": USER}
     text = lambda answer: answer.json()["choices"][0]["message"]["content"]
     try:
@@ -604,8 +601,8 @@ def test_sessions_over_tcp_are_known_by_their_key(scripted, connect):
 
 @pytest.fixture
 def impatient(scripted):
-    """A request may take 0.5 s."""
-    scripted.read_s = 0.5
+    """A request may take 2 s."""
+    scripted.read_s = 2.
     yield scripted
     scripted.read_s = 300.
 
@@ -655,7 +652,7 @@ def test_a_request_that_never_ends(impatient, connect, sent):
 def test_limits_are_on_requests_not_on_replies(impatient, connect):
     """Would catch a time limit for sending a request that also ends a generation, a second request on its connection,
     or a connection that rests."""
-    session = connect(impatient, ["slow", "again", "later"])
+    session, impatient.read_s = connect(impatient, ["slow", "again", "later"]), 0.5
     body = json.dumps({"model": "policy", "messages": USER}).encode()
     post = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
     with raw_connection(session) as raw:
@@ -1127,7 +1124,7 @@ def test_the_run_owns_the_sampling(real, connect, tiny):
     rollout_ = tree.read(session.record)
     assert len(rollout_.calls) == 6
     for call in rollout_.calls:
-        assert len(set(call.sampled_ids)) > 15 and call.sampling["temperature"] == 1.0
+        assert len(set(call.sampled_ids)) > 0.6 * len(call.sampled_ids) and call.sampling["temperature"] == 1.0
         assert all(math.isfinite(x) for x in call.logp_rollout)
     thinking = connect(real, max_tokens=24)                 # what Claude Code sends: its budget would force tokens
     body = dict(model="policy", max_tokens=2000, messages=USER, temperature=0, top_k=1,
@@ -1135,7 +1132,8 @@ def test_the_run_owns_the_sampling(real, connect, tiny):
                 tools=[{"name": "run", "input_schema": {"type": "object"}}])
     answer = connect.client(thinking).post(MESSAGES, json=body)
     assert answer.status_code == 200, answer.text
-    assert len(set(tree.read(thinking.record).calls[0].sampled_ids)) > 15
+    ids = tree.read(thinking.record).calls[0].sampled_ids
+    assert len(set(ids)) > 0.6 * len(ids)
     agree(tiny, [tree.read(session.record), tree.read(thinking.record)])
 
 
@@ -1323,37 +1321,40 @@ def test_the_fidelity_gate_names_what_is_wrong(real, connect, tiny, tokenizer, f
     assert re.search(f"harness ill, .*rollout {ill.id}, call {which}, token ", str(refusal.value)), refusal.value
 
 
+def sampled(session):
+    """The number of tokens that vLLM has sampled so far in the first call."""
+    state = session.seen[0].state if session.seen else None
+    return state.detokenizer.num_output_tokens() if state else 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, tiny, stream):
+def test_a_call_that_spans_a_hand_over_names_both_versions(real, connect, endless, tiny, stream):
     """Would catch a call whose tokens all count as sampled by the newest weights: its off-policy part would pass as
     on-policy."""
     session, version = connect(real), real.engine.version
     weights = {n: p.detach() for n, p in trainer(tiny).named_parameters()}
-    thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=900, stream=stream))
+    body = dict(max_tokens=900, stream=stream, ignore_eos=True)
+    thread = threading.Thread(target=ask, args=(connect.client(session),), kwargs=body)
     thread.start()
-    while len(session.seen) == 0: time.sleep(0.01)
-    time.sleep(0.4)
+    until(lambda: sampled(session) > 1)
     hand_over(real, weights, version + 1)
-    thread.join(60)
+    thread.join(300)
     call, = tree.read(session.record).calls
     assert [v for v, _ in call.versions] == [version, version + 1] and all(n > 0 for _, n in call.versions)
     assert sum(n for _, n in call.versions) == len(call.sampled_ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves(real, connect, stream):
+def test_a_client_that_leaves(real, connect, endless, stream):
     """Would catch a call that goes on sampling for nobody after its grace, or one that is lost: it must stand in the
     record as aborted, with what was sampled, once, and not be trained."""
     session, real.grace_s = connect(real), 0.2
-    body = json.dumps({"model": "policy", "messages": USER, "stream": stream}).encode()
+    body = json.dumps({"model": "policy", "messages": USER, "stream": stream, "ignore_eos": True}).encode()
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(session.address)
         client.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body))
-        started = time.monotonic()
-        while time.monotonic() - started < 60:              # more than the first token, which vLLM hands out at once
-            if session.seen and (state := session.seen[0].state) and state.detokenizer.num_output_tokens() > 1: break
-            time.sleep(0.001)
-    while not session.calls and time.monotonic() - started < 80: time.sleep(0.01)
+        until(lambda: sampled(session) > 1)                 # more than the first token, which vLLM hands out at once
+    until(lambda: session.calls)
     record = tree.read(session.record)
     call, = record.calls
     assert call.finish == "abort" and len(call.sampled_ids) < 900
@@ -1375,17 +1376,16 @@ def held(proxy_):
 def test_a_client_that_comes_back(real, connect, first, second):
     """Would catch one decision that is sampled twice because its connection broke (the first reply would be a dead
     branch, or an abort), also where the client falls back from a stream to one answer."""
-    session, real.grace_s = connect(real), 20.
+    session, real.grace_s = connect(real), 300.
     with held(real):
-        with pytest.raises(httpx.ReadTimeout): ask(connect.client(session), max_tokens=5, stream=first, timeout=0.5)
-        time.sleep(0.2)
+        lose(session, max_tokens=5, stream=first)
         assert len(session.seen) == 1 and len(session.orphans) == 1
         answers = []
         thread = threading.Thread(target=lambda: answers.append(ask(connect.client(session), max_tokens=5,
                                                                     stream=second)))
         thread.start()
-        time.sleep(0.3)
-    thread.join(30)
+        until(lambda: not session.orphans or len(session.seen) > 1)
+    thread.join(300)
     call, = tree.read(session.record).calls
     assert answers[0].status_code == 200 and call.finish == "length" and len(call.sampled_ids) == 5
     assert len(session.seen) == 1 and not session.orphans
@@ -1399,7 +1399,7 @@ def test_two_live_equal_requests_are_two_samples(real, connect):
                    for _ in range(2)]
         for t in threads: t.start()
         time.sleep(0.5)
-    for t in threads: t.join(30)
+    for t in threads: t.join(300)
     one, two = tree.read(session.record).calls
     assert one.prompt_ids == two.prompt_ids and {one.finish, two.finish} == {"length"}
     assert {one.cause, two.cause} == {None, "retry"}
@@ -1416,7 +1416,7 @@ def test_a_fork_beside_a_running_call_has_a_cause(scripted, connect):
                 connect.client(session), [*messages, {"role": "user", "content": word}])))
             threads[-1].start()
             until(lambda: len(session.seen) == i + 2)
-    for t in threads: t.join(30)
+    for t in threads: t.join(300)
     assert [s.continues for s in session.seen] == [None, 0, 0]
     assert [s.cause for s in session.seen] == [None, None, "history_edited"]
 
@@ -1435,7 +1435,7 @@ def test_requests_at_once_are_typed_by_one_another(scripted, connect, monkeypatc
                    for body in ({"tools": TOOLS}, {"messages": [{"role": "user", "content": "A title for it?"}]})]
         for t in threads: t.start()
         until(lambda: all(len(s.seen) == 2 for s in sessions))
-    for t in threads: t.join(30)
+    for t in threads: t.join(300)
     for s in sessions: assert sorted(c.kind for c in tree.read(s.record).calls) == ["main", "side"]
 
 
@@ -1457,7 +1457,7 @@ def test_signs_of_life(real, connect, kind):
                 assert b"data: " in next(stream.iter_bytes()) and next(whole) == b" " and proxy.FIRST_SIGN_S <= 5
                 time.sleep(max(0., started + 5 - time.monotonic()))
         answer = json.loads(b"".join(whole))
-    thread.join(30)
+    thread.join(300)
     calls = tree.read(session.record).calls
     # vLLM holds back half a character at the end
     said = {real.tokenizer.decode(c.sampled_ids, skip_special_tokens=True).rstrip("\ufffd") for c in calls}
@@ -1467,7 +1467,7 @@ def test_signs_of_life(real, connect, kind):
 def test_time_runs_out_in_the_middle_of_a_call(real, tmp_path, bubblewrap):
     """Would catch a call that is recorded behind the end of its rollout, or not at all ("never reached the model"),
     when the time limit ends the agent while the engine samples (here: is held, as during an update)."""
-    task = rollout.load_task(make_task(tmp_path / "task", toml="[agent]\ntimeout_sec = 2"), "task", {})
+    task = rollout.load_task(make_task(tmp_path / "task", toml="[agent]\ntimeout_sec = 20"), "task", {})
     runner = rollout.Runner(real, "bubblewrap", "test-late", temperature=1.0)
     real.wait_for(real.engine.pause_generation(mode="keep"))
     try: done = runner.run(rollout.Job(task, "bash"), tmp_path)

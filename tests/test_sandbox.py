@@ -22,6 +22,7 @@ import pytest
 
 import sandbox
 import workspace
+from conftest import until
 from sandbox import SANDBOXES, Environment, SandboxError, choose, environment, reap
 
 REPO = Path(sandbox.__file__).parent
@@ -100,11 +101,11 @@ def test_timeout_kills_the_tree(kind):
     """Catches: a kill that reaches the client or the first process only, loses files, or leaves no exec possible."""
     with make(kind) as box:
         start = time.time()
-        result = sh(box, "echo kept > f; echo begin; setsid sh -c 'sleep 3; echo late > f' & trap '' TERM; sleep 60",
-                    timeout_s=1)
+        result = sh(box, "echo kept > f; echo begin; setsid sh -c 'sleep 8; echo late > f' & trap '' TERM; sleep 600",
+                    timeout_s=5)
         assert (result.exit_code, result.timed_out, result.output) == (137, True, "begin\n")
-        assert time.time() - start < 15
-        time.sleep(2.5)
+        assert time.time() - start < 300
+        time.sleep(4)
         # Docker: process 1 has a sleep of its own
         assert sh(box, "cat f; cat /proc/[0-9]*/comm | grep -c sleep").output in ("kept\n0\n", "kept\n1\n")
 
@@ -250,12 +251,12 @@ def test_a_daemon_on_another_machine(far_daemon, tmp_path):
                 print(box.exec(python, timeout_s=60).output.count("right"))
                 print(box.exec(["bash", "-c", "grep -o '[a-z]*:' /proc/net/dev; echo x > /opt/harness/code/x"]))
                 print(box.exec(["sleep", "60"], timeout_s=0.5).timed_out, box.changed())
-            time.sleep(0.5)
+            while threading.active_count() > before and time.monotonic() < started + 100: time.sleep(0.1)
             print(threading.active_count() - before, num_volumes())
         Path("code/bash.py").write_text("changed")
         sandbox.reap(), print(num_volumes(), sandbox._client().containers.list(all=True))"""
     with tempfile.TemporaryDirectory(prefix="s") as short:
-        result = subprocess.run([sys.executable, "-c", code], cwd=short, text=True, capture_output=True, timeout=200,
+        result = subprocess.run([sys.executable, "-c", code], cwd=short, text=True, capture_output=True, timeout=600,
                                 env=os.environ | far_daemon | {"PYTHONPATH": str(REPO)})
     lines = result.stdout.splitlines()
     assert result.stderr.count("no record of tampering") == 1 and len(lines) == 11, result
@@ -354,9 +355,9 @@ def test_a_deep_workspace_takes_no_time():
     """Catches: nested folders, a moment's work for an agent, that cost the host hours to look through."""
     members = [tarfile.TarInfo("app" + "/d" * depth) for depth in range(3000)]
     for member in members: member.type = tarfile.DIRTYPE
-    started = time.monotonic()
+    started = time.process_time()
     chosen, left_out = workspace.choose(members, "/app", {"d/e", ".git"}, {}, ())
-    assert (len(chosen), left_out) == (3000, []) and time.monotonic() - started < 5
+    assert (len(chosen), left_out) == (3000, []) and time.process_time() - started < 5
 
 
 def test_carry_keeps_the_image_s_tools(kind, tmp_path):
@@ -773,18 +774,19 @@ def test_reap_after_kill_9(kind):
             f"run_id='{RUN}-dead', name='n'); b.start(); print('up', flush=True); b.exec(['sleep', '987'])")
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
     assert owner.stdout.readline() == "up\n"
-    time.sleep(0.5)
+    until(lambda: "sleep\x00987" in processes())
     stranger = docker.from_env().containers.create("harness-rl/base", ["true"]) if kind == "docker" else None
     with make(kind) as alive:
         reap()
         assert owner.poll() is None and "sleep\x00987" in processes()   # its owner lives
         assert sandbox.alive(f"{RUN}-dead") == 1
         os.kill(owner.pid, signal.SIGKILL)
-        time.sleep(0.2)   # not waited for: a zombie is dead as well
+        # not waited for: a zombie is dead as well
+        until(lambda: ") Z " in Path(f"/proc/{owner.pid}/stat").read_text())
         assert reap() >= 1
         owner.wait()
-        time.sleep(0.2)
-        assert "sleep\x00987" not in processes() and sandbox.alive(f"{RUN}-dead") == 0
+        until(lambda: "sleep\x00987" not in processes())
+        assert sandbox.alive(f"{RUN}-dead") == 0
         assert not list(Path(tempfile.gettempdir()).glob(f"harness-rl_{RUN}-dead_*"))
         assert sh(alive, "echo alive").output == "alive\n"
     if stranger:
@@ -810,7 +812,7 @@ def test_reap_after_kill_9_while_bwrap_starts():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0), os.close(reading), os.close(writing)
         assert reap() >= 1
-        deadline = time.time() + 5      # one that starts only now finds no folder, and ends
+        deadline = time.time() + 60     # one that starts only now finds no folder, and ends
         while f"harness-rl_{RUN}-race" in processes():
             assert time.time() < deadline, f"killed {i} ms after its start"
             time.sleep(0.05)
@@ -830,7 +832,7 @@ def test_reap_ends_an_engine_that_a_kill_left(tmp_path, monkeypatch):
     with open(tmp_path / "hrl-alive/.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sandbox.reap()
-    assert engines["dead"].wait(5) == -9 and engines["alive"].poll() is None
+    assert engines["dead"].wait(60) == -9 and engines["alive"].poll() is None
     assert not (tmp_path / "hrl-dead").exists() and (tmp_path / "hrl-alive").exists()
     engines["alive"].kill(), engines["alive"].wait()
 
@@ -892,18 +894,32 @@ def processes():
     return "\n".join(found)
 
 
-def test_stop(kind):
+@contextlib.contextmanager
+def once_up(tmp_path, do):
+    """-> a log: when the command that writes it has said something, `do` is called from another thread."""
+    log = tmp_path / "log"
+
+    def wait():
+        until(lambda: log.exists() and log.stat().st_size)
+        do()
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try: yield log
+    finally:
+        thread.join(300)
+        log.unlink()
+
+
+def test_stop(kind, tmp_path):
     """Catches: a second stop that fails, one that leaves files or hangs a running exec, a failed start left behind."""
     before = remains()
     box = make(kind)
     box.start()
     assert len(remains()) == len(before) + 1
-    threading.Timer(0.5, box.stop).start()
     start = time.time()
-    with contextlib.suppress(SandboxError):
-        sh(box, "mkdir -p locked/x; chmod 0 locked; sleep 60")
-    assert time.time() - start < 15
-    time.sleep(0.5)
+    with once_up(tmp_path, box.stop) as log, contextlib.suppress(SandboxError):
+        sh(box, "mkdir -p locked/x; chmod 0 locked; echo up; sleep 600", log=log)
+    assert time.time() - start < 300
     box.stop()
     box.stop()
     assert remains() == before
@@ -924,22 +940,17 @@ def test_a_sandbox_that_is_gone_is_a_fault_of_ours(kind, tmp_path):
         with pytest.raises(SandboxError): box.get("/app/x", tmp_path / "x")
 
 
-def test_a_kill_from_outside_is_a_fault_of_ours(kind):
+def test_a_kill_from_outside_is_a_fault_of_ours(kind, tmp_path):
     """Catches: a container that a restart of the daemon ended, taken for an agent's failure; and an agent's own kill
     taken for one of ours, which would let it leave the statistics."""
     with make(kind) as box:
         def kill():
             if kind == "docker": docker.from_env().api.kill(box.container)
             else: box.running[-1].kill()
-        timer = threading.Timer(1, kill)
-        timer.start()
-        with pytest.raises(SandboxError, match="from outside|outside it"): sh(box, "sleep 60")
-        timer.join()
+        with once_up(tmp_path, kill) as log, pytest.raises(SandboxError, match="from outside|outside it"):
+            sh(box, "echo up; sleep 60", log=log)
         assert sh(box, "kill -9 $$").exit_code == 137
-        timer = threading.Timer(1, box.kill)
-        timer.start()
-        assert sh(box, "sleep 60").exit_code == 137
-        timer.join()
+        with once_up(tmp_path, box.kill) as log: assert sh(box, "echo up; sleep 60", log=log).exit_code == 137
 
 
 def test_a_disk_that_was_full_is_a_fault_of_ours():

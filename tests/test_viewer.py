@@ -441,8 +441,11 @@ class Tab:
         while not (file.is_file() and "\n" in file.read_text()):
             assert self.process.poll() is None, "Chromium ended"
             time.sleep(0.05)
-        with urllib.request.urlopen(f"http://127.0.0.1:{file.read_text().split()[0]}/json") as f: pages = json.load(f)
-        self.socket = open_socket(next(p["webSocketDebuggerUrl"] for p in pages if p["type"] == "page"), max_size=None)
+        url, pages = f"http://127.0.0.1:{file.read_text().split()[0]}/json", []
+        while not pages:
+            assert self.process.poll() is None, "Chromium ended"
+            with urllib.request.urlopen(url) as f: pages = [p for p in json.load(f) if p["type"] == "page"]
+        self.socket = open_socket(pages[0]["webSocketDebuggerUrl"], max_size=None)
         for domain in ("Page", "Runtime", "Log"): self.send(f"{domain}.enable")
         self.size(1280, 900)
 
