@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from conftest import ENGINE, TEMPLATE, engine_prompts, make_model
 from test_proxy import (CHAT, MESSAGES, RESPONSES, TOOL_CALL, TOOLS, USER, ask, gaps, raw_connection, render, say,
@@ -116,7 +117,7 @@ def spaced(tmp_path_factory):
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
     folder = make_model(tmp_path_factory.mktemp("model") / "spaced", 4096)
-    names = ["<unk>", "<|im_start|>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklmnopqrst"]
+    names = ["<unk>", "<|im_start|>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklm"]
     inner = Tokenizer(models.BPE({n: i for i, n in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
@@ -136,11 +137,39 @@ def test_a_reply_is_told_as_behind_its_whole_prompt(spaced, scripted, connect):
         for content in "ab", "\U0001f642" * 20, "x" * 60 + "é" * 9, " " * 40, "b\U0001f642" * 9:
             session = connect(p, replies)
             for i, reply in enumerate(replies):
-                message, = told(CHAT, post(connect.client(session), CHAT, [{"role": "user", "content": content * (i + 1)}]))
+                asked = [{"role": "user", "content": content * (i + 1)}]
+                message, = told(CHAT, post(connect.client(session), CHAT, asked))
                 call = tree.read(session.record).calls[i]
                 stream = decoders.DecodeStream(ids=list(call.prompt_ids), skip_special_tokens=True)
                 whole = [stream.step(p.tokenizer._tokenizer, t) or "" for t in call.sampled_ids[:-1]]
                 assert message.get("content", "") == "".join(whole) == (" " if p is spaced else "") + reply
+
+
+HISTORY = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.lists(st.sampled_from(
+    ["a", " ", "  b", "\n", "<|im_end|>", "<|im_end", "|>", "<|im_start|>", "é", "e\u0301", "\U0001f642", "\ufffd",
+     "<|im_end|>\n<|im_start|>assistant\n"]), max_size=6)), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("kind", ["as Llama 2", "as SmolLM2"])
+def test_a_history_is_tokenised_as_a_whole(spaced, scripted, connect, kind):
+    """Would catch token ids that are others, or stand elsewhere, since the beginning of a prompt was tokenised with an
+    earlier one: histories that grow, fork, shrink, hold marks of turns of their own, or are too long."""
+    p = {"as Llama 2": spaced, "as SmolLM2": scripted}[kind]
+
+    @given(steps=HISTORY, length=st.sampled_from([0, 3000]))
+    @settings(max_examples=60, deadline=None)
+    def check(steps, length):
+        session, history = connect(p, lambda call: "fine"), list(USER)
+        client = connect.client(session)
+        for at, keep, pieces in steps:
+            role = "assistant" if len(history) % 2 else "user"
+            history = [*history[:max(len(history) - keep, 1)], {"role": role, "content": "".join(pieces)}]
+            if at == 9:
+                answer = post(client, CHAT, [{"role": "user", "content": "x y " * length}, *history])
+                assert answer.status_code == (400 if length else 200)
+            assert post(client, CHAT, history).status_code == 200
+            assert list(session.calls[-1].template_ids) == render(p.tokenizer, history)
+    check()
 
 
 # ---- thinking models ----
