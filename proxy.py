@@ -125,7 +125,7 @@ class Session:
     orphans: list = field(default_factory=list)             # of seen: those that nobody listens to
     rows: dict = field(default_factory=dict)                # of messages and tool lists (graft.outline)
     rows_bytes: int = 0                                     # of the requests that these may hold
-    rendered: tuple = "", array("i")                        # latest prompt: text to its last end of turn, ids
+    rendered: tuple = "", array("i")                        # the latest prompt: text, token ids
     is_ended: bool = False
     broken: str = None                                      # why its record could not be written to
     body_bytes: int = 0                                     # of requests under way
@@ -814,8 +814,9 @@ class Proxy:
         freeze_gc_heap()                                    # as vLLM's launcher does: no pass over all that is loaded
 
     def tokenizing(self, tokenize):
-        """Wraps the renderer's `_tokenize_prompt_async`: a history is tokenised once, where vLLM does it at each call
-        (44 ms of CPU at 20k tokens). Up to an end of turn the ids are the same whatever stands behind it."""
+        """Wraps the renderer's `_tokenize_prompt_async`: of a prompt that begins as the session's latest one only the
+        rest is tokenised, from an end of turn on, where vLLM does all of it at each call (44 ms of CPU at 20k tokens).
+        Up to an end of turn the ids are the same whatever stands behind it."""
         end, end_id, added = self.tokenizer.eos_token, self.tokenizer.eos_token_id, self.tokenizer.added_tokens_decoder
         splits = self.tokenizer.is_fast and end_id in added and not added[end_id].normalized and not any(
             end in token.content for i, token in added.items() if i != end_id)
@@ -824,15 +825,16 @@ class Proxy:
             call, text = CALL.get(), prompt["prompt"]
             if call is None or not splits or params.add_special_tokens: return await tokenize(prompt, params)
             known, ids = call.session.rendered
-            if not text.startswith(known): known, ids = "", array("i")
-            tail = text[max(len(known) - len(end), 0):]
-            out = await tokenize(prompt | {"prompt": tail}, params)
+            cut = max(known.rfind(end, 0, tree.lcp(known, text)), 0)
+            back, at = ids[::-1], -1
+            for _ in range(known.count(end, cut)): at = back.index(end_id, at + 1)
+            ids = ids[:len(ids) - 1 - at] if cut else array("i")
+            out = await tokenize(prompt | {"prompt": text[cut:]}, params)
             new = out["prompt_token_ids"]
             out["prompt"], out["prompt_token_ids"] = text, ids.tolist() + new
             is_cut = params.max_input_tokens is not None and len(new) > params.max_input_tokens
-            if 0 < tail.count(end) == new.count(end_id) and not is_cut:
-                before = len(new) - 1 - new[::-1].index(end_id)
-                call.session.rendered = text[:text.rindex(end) + len(end)], ids + array("i", new[:before])
+            if text.count(end, cut) == new.count(end_id) and not is_cut:
+                call.session.rendered = text, ids + array("i", new)
             return out
         return wrapped
 
