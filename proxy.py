@@ -832,9 +832,7 @@ class Proxy:
             out = await tokenize(prompt | {"prompt": text[cut:]}, params)
             new = out["prompt_token_ids"]
             out["prompt"], out["prompt_token_ids"] = text, ids.tolist() + new
-            is_cut = params.max_input_tokens is not None and len(new) > params.max_input_tokens
-            if text.count(end, cut) == new.count(end_id) and not is_cut:
-                call.session.rendered = text, ids + array("i", new)
+            if text.count(end, cut) == new.count(end_id): call.session.rendered = text, ids + array("i", new)
             return out
         return wrapped
 

@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from conftest import ENGINE, TEMPLATE, engine_prompts, make_model
 from test_proxy import (CHAT, MESSAGES, RESPONSES, TOOL_CALL, TOOLS, USER, ask, gaps, raw_connection, render, say,
@@ -156,16 +156,18 @@ def test_a_history_is_tokenised_as_a_whole(spaced, scripted, connect, kind):
     earlier one: histories that grow, fork, shrink, hold marks of turns of their own, or are too long."""
     p = {"as Llama 2": spaced, "as SmolLM2": scripted}[kind]
 
+    @example(steps=[(0, 0, ["a"]), (0, 1, ["a", "<|im_end", "a"])], length=0)   # one begins as the other's end of turn
+    @example(steps=[(9, 0, ["a"]), (0, 0, ["a"])], length=3000)
     @given(steps=HISTORY, length=st.sampled_from([0, 3000]))
     @settings(max_examples=60, deadline=None)
     def check(steps, length):
         session, history = connect(p, lambda call: "fine"), list(USER)
         client = connect.client(session)
         for at, keep, pieces in steps:
-            role = "assistant" if len(history) % 2 else "user"
-            history = [*history[:max(len(history) - keep, 1)], {"role": role, "content": "".join(pieces)}]
+            del history[max(len(history) - keep, 1):]
+            history.append({"role": ["user", "assistant"][len(history) % 2], "content": "".join(pieces)})
             if at == 9:
-                answer = post(client, CHAT, [{"role": "user", "content": "x y " * length}, *history])
+                answer = post(client, CHAT, [*history, {"role": "user", "content": "x y " * length}, *history])
                 assert answer.status_code == (400 if length else 200)
             assert post(client, CHAT, history).status_code == 200
             assert list(session.calls[-1].template_ids) == render(p.tokenizer, history)
