@@ -823,7 +823,8 @@ class Proxy:
 
         async def wrapped(prompt, params):
             call, text = CALL.get(), prompt["prompt"]
-            if call is None or not splits or params.add_special_tokens: return await tokenize(prompt, params)
+            if not (call and splits) or params.add_special_tokens or params.truncate_prompt_tokens:
+                return await tokenize(prompt, params)
             known, ids = call.session.rendered
             cut = max(known.rfind(end, 0, tree.lcp(known, text)), 0)
             back, at = ids[::-1], -1
