@@ -122,8 +122,8 @@ class Ids:
 
 
 def lcp(a, b):
-    """Length of the longest common prefix of two lists: gallops, then bisects, in slices compared at C speed. Arrays
-    are compared where they are."""
+    """Length of the longest common prefix of two lists or texts: gallops, then bisects, in slices compared at C speed.
+    Arrays are compared where they are."""
     a, b = (x[:] if isinstance(x, Ids) else x for x in (a, b))
     n, step, end = 0, 64, min(len(a), len(b))
     if end > 4096 and isinstance(a, array) and isinstance(b, array):
