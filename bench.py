@@ -387,6 +387,7 @@ def compare_servers(model: str, loads: list, budget_s: float) -> list:
                     assert proxy.wait_for(proxy.engine.reset_prefix_cache()), "the prefix cache could not be reset"
                     got[i] = asyncio.run(converse(sides[i], num_words, num_calls, num_added))
                 assert all(len(s.calls) == num_calls for s in sessions), "a call was not recorded"
+                assert len({got[i][0] for i in range(3)}) == 1, "replies of other lengths"
                 for s in sessions: proxy.close_session(s)
                 rounds.append([got[i] for i in range(3)])
             tokens, seconds, of_call, prompt_tokens, cpu = np.array(rounds[num_before:]).transpose(2, 1, 0)
@@ -403,6 +404,7 @@ def compare_servers(model: str, loads: list, budget_s: float) -> list:
 
 
 def bench_proxy(args) -> dict:
+    boundary.HARNESS_CHOOSES += "ignore_eos",               # else replies through the proxy alone would end early
     num_calls, scale = args.num or 4, args.scale or 1.
     long, grown, budget_s = round(20_000 * scale), round(5000 * scale), 40 * scale
     short = [(c, 8, 0, num_calls) for c in args.clients]
