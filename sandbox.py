@@ -695,12 +695,19 @@ def image(env):
                                        rm=True, forcerm=True, timeout=env.build_timeout_s)
             else:
                 _client().images.pull(name)
-        except (docker.errors.BuildError, docker.errors.APIError) as error:
-            what = "build failed" if context else f"{env.base} is not here and cannot be pulled"
-            log = "".join(step.get("stream", "") for step in getattr(error, "build_log", ()))[-2000:]
+        except docker.errors.BuildError as error:
+            last = "".join(step.get("stream", "") for step in error.build_log)[-2000:]
+            raise SandboxError(f"task {env.task}: image build failed: {error.msg} (for an image that cannot be pulled: "
+                               f"--base_image NAME=LOCAL)\n{last}") from error
+        except docker.errors.APIError as error:
+            if context:
+                raise SandboxError(f"task {env.task}: image build failed: {error.explanation} (the daemon's own "
+                                   "builder knows no here-documents, --mount or --chmod; docker_image can name one "
+                                   "that is built by hand)") from error
             raise SandboxError(
-                f"task {env.task}: image {what}: {error} (a local image in the place of one that no registry gives: "
-                f"--base_image {env.base}=harness-rl/base, made by: bash tasks/base_image.sh)\n{log}") from error
+                f"task {env.task}: image {env.base} is not here and cannot be pulled; name a local image instead "
+                f"(--base_image {env.base}=harness-rl/base, made by: bash tasks/base_image.sh): {error.explanation}"
+            ) from error
         print(f"task {env.task}: image ready in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
         return _client().api.inspect_image(name)
 
