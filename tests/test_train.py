@@ -41,10 +41,11 @@ COIN = "echo $((RANDOM % 2)) > /logs/verifier/reward.txt"
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory, bubblewrap):
-    """Four tasks that a coin decides, whatever the policy did; their solution is a command."""
+    """Four tasks that a coin decides, whatever the policy did. They ask for the same and are solved differently, so a
+    policy that has learnt the solutions still samples: one that is certain of its tokens has no gradient."""
     folder = tmp_path_factory.mktemp("coins")
     for i in range(4):
-        make_task(folder / f"coin-{i}", instruction=f"Write {i} to out.txt.", solution=f"echo {i} > out.txt", test=COIN)
+        make_task(folder / f"coin-{i}", instruction="Write a digit.", solution=f"echo {i} > out.txt", test=COIN)
     return folder
 
 
@@ -191,24 +192,31 @@ def test_cold_start_rl_and_checkpoint(tiny, learnt):
     assert json.loads(record[1])["versions"][0][0] == 2, "sampled by the weights of the cold start and one step"
 
 
-def test_an_update_favours_what_was_rewarded(learnt, tasks, tmp_path):
+def test_an_update_favours_what_was_rewarded(tiny, tasks, launch, tmp_path):
     """Would catch a wrong sign, advantages given to other rollouts than their own, or log-probabilities of other
     tokens: one step from fresh Adam, sum over rollouts of advantage x mean logp must have risen (before: the engine's
-    own word for it). To first order Adam's first step cannot lower it; a later one, with the last batch's momentum, can."""
-    status, stderr, rows = train(learnt[0] / "checkpoint", tasks, tmp_path / "run", "--steps=1", "--lr=1e-4",
-                                 "--lr_warmup_steps=1", "--group_size=8", "--max_tokens=16")
+    own word for it). To first order Adam's first step cannot lower it; a later one, with the last batch's momentum, can.
+    A policy that is untrained, so that all replies differ, and rewards by hand, so that no coin makes them equal."""
+    flags = "--steps=1", "--lr=1e-4", "--lr_warmup_steps=1", "--group_size=8", "--max_tokens=16"
+    start = tmp_path / "start"
+    status, stderr, rows = train(tiny, tasks, start, *flags)
     assert status == 0, stderr[-3000:]
-    rollouts = [r for r in map(tree.read, sorted((tmp_path / "run/rollouts/step-0000").glob("*.jsonl")))
-                if r.reward is not None and r.calls]
-    tasks = sorted({r.task for r in rollouts})
-    rewards = torch.tensor([r.reward for r in rollouts])
-    adv = algos.group_advantages(rewards, torch.tensor([tasks.index(r.task) for r in rollouts]))
+    paths = sorted((start / "rollouts/step-0000").glob("*.jsonl"))
+    for i, path in enumerate(paths):
+        *lines, end = path.read_text().splitlines()
+        end = json.dumps(json.loads(end) | {"outcome": "ok", "reward": float(i % 3 == 0)})
+        path.write_text("\n".join([*lines, end, ""]))
+    rank, = launch(command(tiny, tasks, tmp_path / "run", *flags, f"--rollouts={start}"), None)
+    rank.join(300)
+    assert rank.exitcode == 0 and len(paths) == 16
+    rollouts = [tree.read(path) for path in paths]
+    adv = algos.group_advantages(torch.tensor([r.reward for r in rollouts]), torch.arange(16) // 8)
     model, gain = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint", dtype=torch.float32), []
     for t in map(tree.build, rollouts):
         forest = tree.pack(t.paths, t.trained)
         with torch.no_grad(): after = tree.logprobs(model, forest)[torch.cat(forest.where)]
         gain.append((after - torch.cat([torch.tensor(x) for x in t.logp_rollout])).mean().item())
-    assert len(rollouts) == 16 and (adv > 0).any() and (adv * torch.tensor(gain)).sum() > 1e-4, (adv, gain)
+    assert (adv * torch.tensor(gain)).sum() > 0.1, (adv, gain)
 
 
 RECIPES = {
