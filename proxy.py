@@ -262,9 +262,14 @@ def make_recorder():
             if (call := CALL.get()) is not None:
                 call.state = self.output_processor.request_states[queue.request_id]
                 call.state.logprobs_processor = Sampled(call, call.state.logprobs_processor)
-                told = call.state.detokenizer       # would decode the whole prompt, twice; its last tokens tell as much
-                if hasattr(told, "stream"): told.stream = decoders.DecodeStream(
-                    ids=call.prompt_ids[-32:].tolist(), skip_special_tokens=told.skip_special_tokens)
+                told, n = call.state.detokenizer, 32        # would decode the whole prompt, twice
+                if hasattr(told, "stream"):                 # its last tokens tell as much, but for bytes of a character
+                    skip = {"skip_special_tokens": told.skip_special_tokens}
+                    last = lambda: call.prompt_ids[-n:].tolist()
+                    ends = lambda: told.tokenizer.decode(last(), **skip)[-1:]
+                    while n < len(call.prompt_ids) and ends() in ("", "\ufffd"): n *= 2
+                    told.stream = decoders.DecodeStream(        # vLLM would begin the reply with such a prompt
+                        ids=[] if ends() == "\ufffd" else last(), **skip)
             return queue
 
         async def sample(self, call, prompt, p, request_id, old):
@@ -817,13 +822,15 @@ class Proxy:
         """Wraps the renderer's `_tokenize_prompt_async`: of a prompt that begins as the session's latest one only the
         rest is tokenised, from an end of turn on, where vLLM does all of it at each call (44 ms of CPU at 20k tokens).
         Up to an end of turn the ids are the same whatever stands behind it."""
-        end, end_id, added = self.tokenizer.eos_token, self.tokenizer.eos_token_id, self.tokenizer.added_tokens_decoder
-        splits = self.tokenizer.is_fast and end_id in added and not added[end_id].normalized and not any(
-            end in token.content for i, token in added.items() if i != end_id)
+        added, end_id = getattr(self.tokenizer, "added_tokens_decoder", {}), self.tokenizer.eos_token_id
+        end = added[end_id].content if self.tokenizer.is_fast and end_id in added else ""
+        if not end or added[end_id].normalized or end_id == self.tokenizer.unk_token_id or any(
+                end in token.content for i, token in added.items() if i != end_id) or any(
+                end.startswith(end[i:]) for i in range(1, len(end))): return tokenize
 
         async def wrapped(prompt, params):
             call, text = CALL.get(), prompt["prompt"]
-            if not (call and splits) or params.add_special_tokens or params.truncate_prompt_tokens:
+            if not call or params.add_special_tokens or params.truncate_prompt_tokens:
                 return await tokenize(prompt, params)
             known, ids = call.session.rendered
             cut = max(known.rfind(end, 0, tree.lcp(known, text)), 0)
@@ -832,8 +839,11 @@ class Proxy:
             ids = ids[:len(ids) - 1 - at] if cut else array("i")
             out = await tokenize(prompt | {"prompt": text[cut:]}, params)
             new = out["prompt_token_ids"]
+            if cut and new[0] != end_id: return await tokenize(prompt, params)      # the end has become part of a word
             out["prompt"], out["prompt_token_ids"] = text, ids.tolist() + new
-            if text.count(end, cut) == new.count(end_id): call.session.rendered = text, ids + array("i", new)
+            is_cut = len(new) > (params.max_input_tokens or len(new))       # on the left, before vLLM refuses it
+            if not is_cut and text.count(end, cut) == new.count(end_id):
+                call.session.rendered = text, ids + array("i", new)
             return out
         return wrapped
 

@@ -1,9 +1,14 @@
 """What odd, hostile and thinking clients make of a session, through vLLM's own server: stop words, thoughts in each
 protocol, parameters of all sorts, raw connections. The scripted engine stands in for what the model says alone."""
+import asyncio
+import contextvars
+import functools
 import gzip
 import json
 import socket
 import time
+from array import array
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
@@ -113,36 +118,41 @@ def test_stop_words_over_vllm_itself(real, connect, tiny):
 
 @pytest.fixture(scope="module")
 def spaced(tmp_path_factory):
-    """As Llama 2 has it: a space is part of the token behind it, the first one of a text is lost, bytes fall back."""
+    """As Mistral has it: a space is part of the token behind it, the first one of a text is lost, bytes fall back, and
+    special tokens alone part the turns."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
-    folder = make_model(tmp_path_factory.mktemp("model") / "spaced", 4096)
+    folder, template = make_model(tmp_path_factory.mktemp("model") / "spaced", 4096), "<|im_start|>".join(
+        ("{% for m in messages %}", "{{ m.content }}<|im_end|>{% endfor %}", ""))
     names = ["<unk>", "<|im_start|>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklm"]
     inner = Tokenizer(models.BPE({n: i for i, n in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                        decoders.Strip(" ", 1, 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<|im_start|>",
-                                        eos_token="<|im_end|>", pad_token="<|im_end|>", chat_template=TEMPLATE)
+                                        eos_token="<|im_end|>", pad_token="<|im_end|>", chat_template=template)
     tokenizer.save_pretrained(folder)
     with proxy.Proxy(folder, max_model_len=1024, engine="scripted", engine_args=ENGINE) as p: yield p
 
 
 def test_a_reply_is_told_as_behind_its_whole_prompt(spaced, scripted, connect):
-    """Would catch a reply that loses its first space or gains half a character, as its text is made behind the last
-    tokens of a long prompt alone, wherever these begin."""
+    """Would catch a reply that loses its first space or gains half a character or what the user said, as its text is
+    made behind the last tokens of a long prompt alone, wherever these begin; and vLLM's own fault, which begins a reply
+    with the prompt if that ends in U+FFFD."""
     from tokenizers import decoders
     replies = [" a b", "a  b ", "é\U0001f642 c", "\n\n", "  "]
     for p in spaced, scripted:
-        for content in "ab", "\U0001f642" * 20, "x" * 60 + "é" * 9, " " * 40, "b\U0001f642" * 9:
+        for content in "ab", "a\ufffd", "<|im_end|>" * 40, "\U0001f642" * 20, "x" * 60 + "é" * 9, " " * 40, "b\U0001f642" * 9:
             session = connect(p, replies)
             for i, reply in enumerate(replies):
                 asked = [{"role": "user", "content": content * (i + 1)}]
                 message, = told(CHAT, post(connect.client(session), CHAT, asked))
                 call = tree.read(session.record).calls[i]
                 stream = decoders.DecodeStream(ids=list(call.prompt_ids), skip_special_tokens=True)
-                whole = [stream.step(p.tokenizer._tokenizer, t) or "" for t in call.sampled_ids[:-1]]
-                assert message.get("content", "") == "".join(whole) == (" " if p is spaced else "") + reply
+                whole = "".join(stream.step(p.tokenizer._tokenizer, t) or "" for t in call.sampled_ids[:-1])
+                if p is spaced and content[-1] == "\ufffd": assert content in whole and message["content"] == reply
+                else: assert message.get("content", "") == whole and whole.lstrip(" ") == reply.lstrip(" ")
+                if content == "ab": assert whole == (" " if p is spaced else "") + reply
 
 
 HISTORY = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.lists(st.sampled_from(
@@ -150,11 +160,11 @@ HISTORY = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.lists(st.s
      "<|im_end|>\n<|im_start|>assistant\n"]), max_size=6)), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize("kind", ["as Llama 2", "as SmolLM2"])
+@pytest.mark.parametrize("kind", ["as Mistral", "as SmolLM2"])
 def test_a_history_is_tokenised_as_a_whole(spaced, scripted, connect, kind):
     """Would catch token ids that are others, or stand elsewhere, since the beginning of a prompt was tokenised with an
     earlier one: histories that grow, fork, shrink, hold marks of turns of their own, or are too long."""
-    p = {"as Llama 2": spaced, "as SmolLM2": scripted}[kind]
+    p = {"as Mistral": spaced, "as SmolLM2": scripted}[kind]
 
     @example(steps=[(0, 0, ["a"]), (0, 1, ["a", "<|im_end", "a"])], length=0)   # one begins as the other's end of turn
     @example(steps=[(9, 0, ["a"]), (0, 0, ["a"])], length=3000)
@@ -172,6 +182,58 @@ def test_a_history_is_tokenised_as_a_whole(spaced, scripted, connect, kind):
             assert post(client, CHAT, history).status_code == 200
             assert list(session.calls[-1].template_ids) == render(p.tokenizer, history)
     check()
+
+
+@pytest.mark.parametrize("end, unk, more, kind", [
+    ("<|end|>", None, [], {}), ("<|end|>", None, [], {"single_word": True}), ("##", None, [], {}),
+    ("<|end|>", None, [], {"lstrip": True, "rstrip": True}), ("<|end|>", None, [], {"normalized": True}),
+    ("<|end|>", "<|end|>", [], {}), ("<|end|>", None, ["a<|end|>a"], {})])
+def test_ends_of_turn_of_other_kinds(end, unk, more, kind):
+    """Would catch ids that are others since a prompt was cut at the text of an end of turn that is none there: inside a
+    word, across or in another token, in what is not known; or that takes the spaces around it."""
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    token = AddedToken(end, special=True, **{"normalized": False} | kind)
+    names = [*"abend<|>#. ", " <", *filter(None, [unk])]
+    inner = Tokenizer(models.BPE({n: i for i, n in enumerate(names)}, [(" ", "<")], unk_token=unk))
+    inner.add_special_tokens([token])
+    inner.add_tokens([AddedToken(t, normalized=False) for t in ("b<|", *more)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=token, unk_token=unk)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+
+    async def tokenize(prompt, params): return {"prompt_token_ids": encode(prompt["prompt"])}
+    wrapped = proxy.Proxy.tokenizing(SimpleNamespace(tokenizer=tokenizer), tokenize)
+    params = SimpleNamespace(add_special_tokens=False, truncate_prompt_tokens=None, max_input_tokens=None)
+
+    @example(edits=[(0, ["a <|end|>."]), (1, ["a"])])
+    @example(edits=[(0, ["a<|end|>b"]), (1, ["a"])])
+    @given(edits=st.lists(st.tuples(st.integers(0, 9), st.lists(st.sampled_from(
+        [end, end[:1], end[-1:], "a", "b", ".", " ", "?", f"a{end}b", f" {end} "]), max_size=6)), max_size=6))
+    @settings(max_examples=300, deadline=None)
+    def check(edits):
+        text, session = "", SimpleNamespace(rendered=("", array("i")))
+        for back, pieces in edits:
+            text = text[:max(len(text) - back, 0)] + "".join(pieces)
+            call = contextvars.copy_context()
+            call.run(proxy.CALL.set, SimpleNamespace(session=session))
+            assert call.run(asyncio.run, wrapped({"prompt": text}, params))["prompt_token_ids"] == encode(text)
+    check()
+
+
+def test_after_a_prompt_that_was_too_long(spaced, scripted, connect):
+    """Would catch prompts that silently lack their beginning: vLLM cuts one that is too long on the left before it
+    refuses it, and what it cut is not what the harness's next prompt, compacted, begins with."""
+    for p in spaced, scripted:
+        statuses, history = [], [{"role": "system", "content": "a b " * 25}]
+        for length in range(100, 1100):
+            long = {"role": "user", "content": "c d " * length}
+            if not 1000 < len(render(p.tokenizer, [*history, long])) < 1150: continue
+            session = connect(p, lambda call: "fine")
+            client = connect.client(session)
+            statuses.append(post(client, CHAT, [*history, long]).status_code)
+            assert post(client, CHAT, [*history, *USER]).status_code == 200
+            assert list(session.calls[-1].template_ids) == render(p.tokenizer, [*history, *USER])
+        assert {*statuses} == {200, 400}
 
 
 # ---- thinking models ----
