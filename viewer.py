@@ -127,7 +127,8 @@ class Run:
         return self.gen > before
 
     def news(self, since: int) -> dict:
-        own = [x for x in self.rows.values() if x["folder"] != "demonstrations"]        # these are no evidence
+        own = [x for x in self.rows.values() if x["folder"] != "demonstrations"]        # these are no evidence, nor is
+        own = [x for x in own if x["folder"] != "eval-bare"] or own     # the bare model, once there is another
         of = lambda harness: [SimpleNamespace(**x) for x in own if x["harness"] == harness]
         return {"name": self.name, "config": self.config, "rows": [x for x in self.rows.values() if x["gen"] > since],
                 "gone": [id for id, gen in self.gone.items() if gen > since],
@@ -197,7 +198,7 @@ def why(row: dict, verifier: str, left_out: dict) -> list:
     """Sentences: why this rollout got what it got."""
     reward, took_s = row["reward"], sum(row["seconds"].values())
     out = [f"{OUTCOMES.get(row['outcome'], row['outcome'])}; {'no reward' if reward is None else f'reward {reward:g}'}"
-           + f", {took_s:.1f} s in all" * bool(took_s)]
+           + f", {took_s:.1f} s in its sandbox" * bool(took_s)]
     if row["detail"]: out.append(row["detail"])
     said = [t for t in verifier.splitlines() if t.strip()]
     if reward is not None and reward < 1:
@@ -217,13 +218,17 @@ def tokens_file(path: Path, state: tuple):
     with np.load(path) as f: return dict(f)
 
 
-def grow(run: Run, folder: str, record):
-    """The tree by the run's flags, as train.py grows it; of an evaluation, as all of rollout.py, nothing is trained."""
+def grow(run: Run, folder: str, record) -> tuple:
+    """-> the tree by the run's flags, as train.py grows it, and what `token_columns` returns. Of an evaluation, as of
+    all of rollout.py, nothing is trained, nor of a group whose rewards are equal: no update computed its tokens."""
     flag = run.config.get
     kinds = "main", *["subagent"] * flag("train_subagents", False), *["compaction"] * flag("train_compaction", False)
-    built = tree.build(record, kinds, flag("keep", "all"))
-    if run.config and not folder.startswith("eval"): return built
-    return replace(built, call=[], num_trained=0, left_out={"evaluation": len(record.calls)})
+    built, (columns, broken) = tree.build(record, kinds, flag("keep", "all")), token_columns(run, folder, record)
+    old = [c["old"] for c in columns.values() if c]
+    cause = "evaluation" if not run.config or folder.startswith("eval") else (
+        "a group of equal rewards" if old and np.isnan(np.concatenate(old)).all() else None)
+    if cause: built = replace(built, call=[], num_trained=0, left_out={cause: len(record.calls)})
+    return built, columns, broken
 
 
 def token_columns(run: Run, folder: str, record) -> tuple:
@@ -302,10 +307,9 @@ class Viewer:
 
     def rollout(self, id: str) -> dict:
         run, path, row, record = self.find(id)
-        built, by_id = grow(run, row["folder"], record), {c.id: c for c in record.calls}
+        (built, columns, broken), by_id = grow(run, row["folder"], record), {c.id: c for c in record.calls}
         asked = record.calls[0].prompt_ids if record.calls else []
         trained = {i for a in built.call for i in a.tolist()}
-        columns, broken = token_columns(run, row["folder"], record)
         text = lambda ids: "".join(self.text(record.model, ids))
         harness_log, verifier = logs(path.with_suffix(".log"), row)
         mean = lambda x: x[~np.isnan(x)].mean().item() if not np.isnan(x).all() else None
@@ -335,9 +339,9 @@ class Viewer:
         c = {c.id: c for c in record.calls}.get(int(call))
         if c is None: raise LookupError(f"no call {call} in {id}")
         start, n = max(0, int(start)), len(c.prompt_ids)
-        ids, is_trained = c.ids[start:max(0, int(end))], any(c.id in a for a in grow(run, row["folder"], record).call)
-        columns = {"logp": c.logp_rollout, "mask": [int(is_trained)] * len(c.sampled_ids),
-                   **token_columns(run, row["folder"], record)[0].get(c.id, {})}
+        built, made, _ = grow(run, row["folder"], record)
+        ids, is_trained = c.ids[start:max(0, int(end))], any(c.id in a for a in built.call)
+        columns = {"logp": c.logp_rollout, "mask": [int(is_trained)] * len(c.sampled_ids), **made.get(c.id, {})}
         return clean({"start": start, "ids": ids, "text": self.text(record.model, ids),
                       **{k: ([None] * n + list(map(float, v)))[start:start + len(ids)] for k, v in columns.items()}})
 

@@ -261,7 +261,7 @@ def test_who_said_it(tmp_path):
 
 def test_trained_is_what_the_run_trains(tmp_path):
     """Would catch subagents' calls shown as left out where the run trains them, leaves that --keep leaves out shown as
-    trained, and an evaluation whose tokens look trained."""
+    trained, and an evaluation, or a group of equal rewards, whose tokens look trained."""
     calls = [call(0, [5, 6], [7, 8, 9]), call(1, [5, 4], [3], "nonce"), call(2, [4, 4], [3], "subagent")]
     calls[2].kind = "subagent"
     for config, folder, trained in (({"algo": "grpo"}, "step-0000", [0, 1]), ({}, "step-0000", []), ({"train_subagents": True}, "step-0000", [0, 1, 2]),
@@ -276,6 +276,16 @@ def test_trained_is_what_the_run_trains(tmp_path):
         assert [i for i in range(3) if page.tokens(id, i, 0, 9)["mask"][-1]] == trained
         assert told["num_trained"] == sum(len(calls[i].sampled_ids) for i in trained)
     assert "Not trained: 3 calls (evaluation)" in told["why"] and told["num_unique"] == 7
+    root = tmp_path / "step-000012"                         # of an update that computed it, and of one that did not
+    record = tree.read(root / "rollouts/step-0000/a.jsonl")
+    batch, column = train.make_batch([tree.build(record)], 0), np.zeros(4)
+    for is_computed in (True, False):
+        train.save_tokens(root / "tokens/step-0000.npz", [record], batch, np.full(4, is_computed), adv=column,
+                          logp_old=column, logp=column)
+        page, id = viewer.Viewer([root]), "step-000012/rollouts/step-0000/a"
+        told = page.rollout(id)
+        assert told["num_trained"] == 4 * is_computed == sum(page.tokens(id, i, 0, 9)["mask"][-1] for i in (0, 1)) * 2
+        assert ("Not trained: 3 calls (a group of equal rewards)" in told["why"]) != is_computed
 
 
 def test_a_half_written_file_of_tokens(run, tmp_path):
@@ -517,7 +527,8 @@ def test_overview_says_which_harness_fails(tab, server):
 
 def test_overview_says_which_kind_of_task_fails(tab, server):
     """Would catch kinds that mix in rollouts without a reward, take the record's order in the folder for that in time,
-    or whose link shows others; and rollouts that do not record their task's category (the first run's are real)."""
+    or whose link shows others; rollouts that do not record their task's category (the first run's are real); and
+    evaluations, or those of the bare model, that are counted as the rollouts trained on or another time's."""
     for i, reward in enumerate([0., 0., 1., None, 1.]):      # the later by name began earlier
         head = {"category": "grep", "task": f"grep-{i % 2}", "started_s": 2000. - i}
         write(server[1] / f"kind{i}.jsonl", [], head, {"reward": reward, "outcome": "ok" if i != 3 else "infra_error"})
@@ -527,6 +538,21 @@ def test_overview_says_which_kind_of_task_fails(tab, server):
     assert tab.js(f"[...{row}.cells].map(c => c.innerText)") == ["grep", "2", "4", "100.0 %", "0.0 %"]
     tab.click("a[href*='category%3Agrep']")
     tab.wait(f"{ROWS} === 5")
+    (server[1] / "metrics.jsonl").write_text("".join(
+        json.dumps({"phase": "eval", "when": w, "set": "s", "harness": "h", "pass_rate": 0}) + "\n"
+        for w in ("bare", "cold", "step-0004", "end")))
+    for when, rewards in (("bare", "0000"), ("cold", "0100"), ("step-0004", "1111"), ("end", "1101")):
+        for i, reward in enumerate(map(float, rewards)):
+            head = {"category": "grep", "harness": "evaluated"}
+            write(server[1] / f"rollouts/eval-{when}/e{i}.jsonl", [], head, {"reward": reward})
+    tab.open(server[0] + "#view=overview&run=grows", "text(`main`).includes('evaluation end')")
+    tab.wait("text(`main`).includes('evaluated')")
+    cells = lambda row: tab.js(f"[...{row}.cells].map(c => c.innerText)")
+    assert cells(row) == ["grep", "2", "4", "100.0 %", "0.0 %", "25.0 %", "75.0 %"]
+    assert cells("all(`a[href*='harness%3Aevaluated']`)[0].closest('tr')")[1:3] == ["12", "66.7 %"]
+    shutil.rmtree(server[1] / "rollouts/eval-bare")
+    for when in ("cold", "step-0004", "end"): shutil.rmtree(server[1] / f"rollouts/eval-{when}")
+    (server[1] / "metrics.jsonl").unlink()
     for i in range(5): (server[1] / f"kind{i}.jsonl").unlink()
     tab.open(server[0] + "#view=overview&run=run", "all(`a[href*='category%3Asay']`).length === 1")
     assert not tab.problems
@@ -549,7 +575,7 @@ def test_grid_list_and_search(tab, server):
         tab.wait(f"text(`main`).includes('in logs or replies') && text(`tbody`).includes('{name}') && {ROWS} === 1")
     tab.open(server[0] + "#view=list&q=größe+🦊&deep=1", f"text(`main`).includes('logs or replies') && {ROWS} === 2")
     assert {"forked", "overlap"} == set(tab.js("all(`tbody a`).map(a => a.innerText)"))
-    tab.open(server[0] + "#view=list&run=run&sort=tokens&down=1", f"{ROWS} > 5")
+    tab.open(server[0] + "#view=list&run=run&sort=tokens", f"{ROWS} > 5")
     assert tab.js("all(`tbody a`)[0].innerText") == "long"
     write(server[1] / "x.jsonl", [], end={"detail": "constructor:x"})
     tab.open(server[0] + "#view=list&q=constructor:x", f"{ROWS} === 1")
@@ -609,7 +635,10 @@ def test_keys(tab, server):
         assert tab.js("document.activeElement.innerText") == names[i]
     tab.key("/")
     assert tab.js("document.activeElement === all(`header input`)[0]")
+    tab.js("(all(`header input`)[0].value = 'kept', 0)")
     tab.key("Escape")
+    assert tab.js("all(`header input`)[0].value") == "kept", "the list is filtered by it"
+    tab.js("(all(`header input`)[0].value = '', 0)")
     tab.key("g")
     at(view="grid")
     for key, i in (("ArrowRight", 0), ("ArrowRight", 1), ("ArrowLeft", 0)):
