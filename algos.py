@@ -272,7 +272,7 @@ def finish(surrogate, log_ratio, ratio, weight, norm, denom, **flags):
     square; dropped: tokens of weight 0."""
     loss = -(norm * weight * surrogate).sum() / denom
     with torch.no_grad():
-        sums = {"tokens": torch.ones_like(weight), "ratio": ratio, "kl": log_ratio.exp() - 1 - log_ratio,
+        sums = {"tokens": torch.ones_like(weight), "ratio": ratio, "kl": log_ratio.expm1() - log_ratio,
                 "weight": weight, "weight_sq": weight ** 2, "dropped": weight == 0, **flags}
         return loss, {k: v.sum() for k, v in sums.items()}
 
@@ -290,7 +290,7 @@ def kl_loss(logp, logp_ref, weight, norm, denom):
     estimates the gradient of KL(ref || pi), the forward KL, at the states met (2510.01555).  For the reverse KL use
     `kl_penalty`.  Differs from the paper: weight; like it, not corrected for ratios of later updates."""
     log_ratio = logp_ref - logp
-    k3 = log_ratio.exp() - 1 - log_ratio
+    k3 = log_ratio.expm1() - log_ratio
     return (norm * weight * k3).sum() / denom, {"kl_ref": k3.detach().sum()}
 
 

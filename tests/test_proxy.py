@@ -1373,16 +1373,16 @@ def held(proxy_):
 
 
 @pytest.mark.parametrize("first, second", [(True, False), (False, True), (True, True)])
-def test_a_client_that_comes_back(real, connect, first, second):
+def test_a_client_that_comes_back(real, connect, endless, first, second):
     """Would catch one decision that is sampled twice because its connection broke (the first reply would be a dead
     branch, or an abort), also where the client falls back from a stream to one answer."""
     session, real.grace_s = connect(real), 300.
     with held(real):
-        lose(session, max_tokens=5, stream=first)
+        lose(session, max_tokens=5, stream=first, ignore_eos=True)
         assert len(session.seen) == 1 and len(session.orphans) == 1
         answers = []
         thread = threading.Thread(target=lambda: answers.append(ask(connect.client(session), max_tokens=5,
-                                                                    stream=second)))
+                                                                    stream=second, ignore_eos=True)))
         thread.start()
         until(lambda: not session.orphans or len(session.seen) > 1)
     thread.join(300)
@@ -1391,12 +1391,12 @@ def test_a_client_that_comes_back(real, connect, first, second):
     assert len(session.seen) == 1 and not session.orphans
 
 
-def test_two_live_equal_requests_are_two_samples(real, connect):
+def test_two_live_equal_requests_are_two_samples(real, connect, endless):
     """Would catch parallel subagents that get one reply between them."""
     session = connect(real)
     with held(real):
-        threads = [threading.Thread(target=ask, args=(connect.client(session),), kwargs=dict(max_tokens=5))
-                   for _ in range(2)]
+        words = dict(max_tokens=5, ignore_eos=True)
+        threads = [threading.Thread(target=ask, args=(connect.client(session),), kwargs=words) for _ in range(2)]
         for t in threads: t.start()
         time.sleep(0.5)
     for t in threads: t.join(300)

@@ -672,14 +672,15 @@ class Killer(Runner):
             self.hits[box.name] += 1
 
     def hit_bwrap(self, box, how):
-        alive = [process for process in box.running if process.poll() is None]
+        before = list(box.running)
+        alive = [process for process in before if process.poll() is None]
         with contextlib.suppress(OSError, sandbox.SandboxError):
             if how == "processes": box.kill()
             elif how == "sandbox" and alive: self.draw.choice(alive).kill()
             elif how == "removed":
                 self.hits[box.name] += box.folder is not None           # also between two commands
                 box.stop()
-            self.hits[box.name] += bool(alive)
+            self.hits[box.name] += bool(alive) or any(p not in before for p in box.running)     # or begun meanwhile
 
 
 @pytest.mark.parametrize("num, where", [(50, "bubblewrap"), *(

@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import queue
 import random
 import re
 import resource
@@ -182,7 +183,7 @@ def test_cold_start_rl_and_checkpoint(tiny, learnt):
     assert len(rl) == 2 and updated, rl
     for r in updated:
         assert r["fidelity/gap_mean"] < 1e-3 and r["fidelity/missing_tokens"] == r["fidelity/older_tokens"] == 0, r
-        assert 0 < r["train/grad_norm"] < float("inf") and r["train/ratio"] != 1
+        assert 0 < r["train/grad_norm"] < float("inf") and r["train/kl"] > 0      # no sum that cancels, as ratios' may
     before, after = weights(tiny), weights(out / "checkpoint")
     assert before.keys() == after.keys() and all(before[k].shape == after[k].shape for k in before)
     assert any(not before[k].equal(after[k]) for k in before)
@@ -242,7 +243,7 @@ def test_other_algorithms(learnt, tasks, tmp_path, algo):
     for r in moved:
         assert np.isfinite([r["train/loss"], r["train/kl_ref"]]).all() and 0 < r["train/ess"] < 1 + 1e-6, r
     if algo == "gspo":                                      # the second epoch: what was favoured is likelier by now
-        assert moved[0]["train/ratio"] != 1 and max(r["train/clipped_high"] + r["train/clipped_low"] for r in moved) > 0
+        assert moved[0]["train/kl"] > 0 and max(r["train/clipped_high"] + r["train/clipped_low"] for r in moved) > 0
     if algo == "ppo":
         assert moved[0]["train/kl_ref"] < 1e-6
         critic = [r for r in rl if "train/value_loss" in r]
@@ -1023,13 +1024,18 @@ def test_a_rank_that_does_not_come_is_named(launch, tmp_path):
 def test_a_killed_rank_ends_the_run(tiny, tasks, learnt, launch, tmp_path):
     """Would catch ranks that wait for a dead one for as long as for a slow one: killed in the middle of the cold start,
     while the others compute or wait for its part."""
-    argv = command(tiny, tasks, tmp_path / "run", *AS_LEARNT, "--resume", f"--rollouts={learnt[0]}")[2:]
-    ranks, queues = started([(i, 2, tmp_path / "store", argv) for i in (0, 1)])
-    deadline = time.monotonic() + 900
-    while not (tmp_path / "run/metrics.jsonl").exists() and time.monotonic() < deadline: time.sleep(0.05)
-    time.sleep(0.5)
-    ranks[1].kill()
-    why, _ = queues[0].get(timeout=300)                     # for a slow one it is half an hour
+    for i in range(3):          # after one kill of fifty to two hundred gloo itself waits on, for a send to the dead
+        out, store = tmp_path / f"run{i}", tmp_path / f"store{i}"
+        argv = command(tiny, tasks, out, *AS_LEARNT, "--resume", f"--rollouts={learnt[0]}")[2:]
+        ranks, queues = started([(rank, 2, store, argv) for rank in (0, 1)])
+        deadline = time.monotonic() + 900
+        while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline: time.sleep(0.05)
+        time.sleep(0.5)
+        ranks[1].kill()
+        try: why, _ = queues[0].get(timeout=300)            # for a slow one it is half an hour
+        except queue.Empty: ranks[0].kill()
+        else: break
+    else: why = "three times it waited for over 300 s"
     ranks[0].join(300)
     assert "by peer" in why or "rank is dead" in why, why
 
