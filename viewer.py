@@ -186,6 +186,8 @@ def of_rollouts(last: list):
         if bad: yield 1 + is_failing, f"Harness {h}{' is failing' * is_failing}: of its last {len(xs)} rollouts {told}."
         if len(xs) >= 4 and mean[h] == 0 and max(mean.values()) > 0.1 and h != "nop":
             yield 2, f"Harness {h} solves nothing in {len(xs)} rollouts, others do."
+        if (long := sum(x["outcome"] == "overlong" for x in xs)) > max(1, len(xs) / 3):
+            yield 1, f"Harness {h}: {long} of its last {len(xs)} rollouts ran out of turns or of their token budget."
         cost, used = (sum(x[k] for x in xs) for k in ("cost", "tokens"))
         unknown = sum(x["forks"].get("unknown", (0, 0))[0] for x in xs)
         if unknown: yield 1, f"Harness {h}: {unknown} forks of unknown cause: worth a bug report."

@@ -387,7 +387,8 @@ def test_why_and_health(run):
     assert viewer.health({}, [], rows[:8] + odd) == [
         (2, "Harness good is failing: of its last 11 rollouts 3 no_calls (mostly: no module).")]
     for more, word in (({"cost": 5}, "forks dearly"), ({"forks": {"unknown": [1, 0]}}, "unknown cause"),
-                       ({"cut": 1}, "cut at max_tokens"), ({"error": "line 3", "id": "x"}, "records are broken")):
+                       ({"cut": 1}, "cut at max_tokens"), ({"outcome": "overlong"}, "ran out of turns"),
+                       ({"error": "line 3", "id": "x"}, "records are broken")):
         ((_, text),) = viewer.health({}, [], [x | more for x in rows[:8]])
         assert word in text, text
 
@@ -560,15 +561,27 @@ def test_overview_says_which_kind_of_task_fails(tab, server):
 
 
 def test_grid_list_and_search(tab, server):
-    """Would catch a cell without its rollouts, a filter that shows others, a list that builds 700 rows at once, a
-    search that does not find what a log or a reply holds, shows the first run's hits alone, or is lost by a reload, as
-    is an order; and words of a filter that JavaScript's objects know."""
+    """Would catch a cell without its rollouts, also where many tasks are shown by kind; a filter that shows others, or
+    is lost at a rollout; a list that builds 700 rows at once, a search that does not find what a log or a reply holds,
+    shows the first run's hits alone, or is lost by a reload, as is an order; and words of a filter that JavaScript's
+    objects know."""
     tab.open(server[0] + "#view=grid&run=run", "all(`.cell .sq`).length === 9 && all(`.cell`).length === 8")
     tab.click(".sq[title^='say.bash.0']")
     tab.wait("location.hash.includes('say.bash.0') && all(`article`).length")
     tab.open(server[0] + "#view=list&run=grows", f"{ROWS} >= 200")
     assert tab.js(ROWS) <= 400                              # at most one more batch, come into view
+    for i in range(41): write(server[1] / f"task{i}.jsonl", [], {"category": f"kind {i % 2}", "task": f"task{i}"})
+    tab.open(server[0] + "#view=grid&run=grows", "all(`.grid a.name`).some(a => a.innerText.startsWith('kind'))")
+    tab.wait("all(`.sq[title^='task']`).length === 41")
+    tab.click("a.name[title='kind 0']")
+    tab.wait(f"params().view === 'list' && {ROWS} === 21")
+    tab.open(server[0] + "#view=grid&run=grows&by=task", "all(`a.name[title='task40']`).length === 1")
+    for i in range(41): (server[1] / f"task{i}.jsonl").unlink()
     tab.open(server[0] + "#view=list&run=run&q=harness:bash+reward:0", f"{ROWS} === 1")
+    tab.click("tbody a")
+    tab.wait("params().view === 'rollout' && all(`article`).length")
+    tab.key("l")
+    tab.wait(f"params().view === 'list' && params().q === 'harness:bash reward:0' && {ROWS} === 1")
     for word, name in (("out.txt should hold", "say.bash.0"), ("größe 🦊", "forked")):
         tab.open(server[0] + "#view=list&run=run", f"{ROWS} > 5")
         for event in ("new Event('input')", "new KeyboardEvent('keydown', {key: 'Enter'})"):
