@@ -731,8 +731,7 @@ class Proxy:
         self.args = ["--model", str(model), "--served-model-name", "policy", "--max-model-len", str(max_model_len),
                      "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--disable-log-stats",
                      "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable-fastapi-docs",
-                     "--worker-extension-cls", "proxy.WeightReceiver",
-                     "--dtype", tree.native_dtype(), *engine_args]
+                     "--worker-extension-cls", "proxy.WeightReceiver", *engine_args]
         for name, value in {"VLLM_LOGGING_LEVEL": "ERROR",      # INFO shows what vLLM decided
                             "HF_HUB_OFFLINE": "1",
                             "VLLM_CPU_KVCACHE_SPACE": "1",      # GB; else nearly all memory, which must be free
@@ -741,8 +740,6 @@ class Proxy:
                             "VLLM_CPU_OMP_THREADS_BIND": "nobind",      # --tp: else engines share cores
                             "KMP_BLOCKTIME": "1"}.items():      # threads that wait do not spin: others need the cores
             os.environ.setdefault(name, value)
-        for name in "tool_parsers", "entrypoints.anthropic.api_router":     # else a traceback for a broken tool call,
-            logging.getLogger(f"vllm.{name}").setLevel(logging.CRITICAL)    # each refused message; a fault's is lost
         self.is_scripted = engine == "scripted"
         if not self.is_scripted and os.environ.get("RANK", "0") == "0":
             print("vLLM's engine starts: half a minute, minutes on busy cores", file=sys.stderr)
@@ -782,6 +779,7 @@ class Proxy:
         except SystemExit:
             raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; "
                              "see `vllm serve --help`") from None
+        if args.dtype == "auto": args.dtype = tree.native_dtype()         # a CPU's own; bfloat16 may be slow there
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if config.model_config.is_multimodal_model:         # it would fetch images, and the graft move them
             raise ValueError(f"--model {config.model_config.model}: it takes more than text; give one of text alone")
@@ -803,6 +801,8 @@ class Proxy:
         app.user_middleware.clear()                         # CORS, counts of requests: of no use to a sandbox
         app.middleware_stack = None                         # built anew at the first request
         await init_app_state(self.engine, app.state, args, tasks)
+        for name in "tool_parsers", "entrypoints.anthropic.api_router":     # else a traceback for a broken tool call,
+            logging.getLogger(f"vllm.{name}").setLevel(logging.CRITICAL)    # each refused message; a fault's is lost
         self.tokenizer, renderer = self.engine.get_tokenizer(), app.state.online_renderer
         renderer.renderer._tokenize_prompt_async = self.tokenizing(renderer.renderer._tokenize_prompt_async)
         await app.state.anthropic_serving_messages._get_disabled_thinking_effort()     # by renderings, in no session

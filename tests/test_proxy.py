@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -190,18 +191,22 @@ def test_script_used_up(scripted, connect):
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
 @pytest.mark.parametrize("tokens", [2000, 1024])
 def test_context_overflow(scripted, connect, kind, tokens):
-    """Would catch an overflow that is cut, recorded, or told in another form than the protocol's: harnesses that
-    compact would not know it. 1024: the prompt fits exactly and leaves no room for a reply."""
+    """Would catch an overflow that is cut, recorded, told with a traceback in our log, or in another form than the
+    protocol's: harnesses that compact would not know it. 1024: the prompt fits exactly, with no room for a reply."""
     session = connect(scripted, ["x"])
     messages = [{"role": "user", "content": " a" * (tokens - 9)}]
     assert len(render(scripted.tokenizer, messages)) == tokens
+    told, handler = [], logging.Handler()
+    handler.emit = told.append
+    logging.getLogger("vllm").addHandler(handler)           # caplog does not see what vLLM keeps to itself
     with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as e:
         body = dict(model="policy", messages=messages)
         if kind == "messages": claude(connect, session).messages.create(max_tokens=50, **body)
         elif kind == "chat": gpt(connect, session).chat.completions.create(**body)
         else: gpt(connect, session).responses.create(model="policy", input=messages)
+    logging.getLogger("vllm").removeHandler(handler)
     assert re.search(r"maximum context length", str(e.value)), e.value
-    assert tree.read(session.record).calls == []
+    assert tree.read(session.record).calls == [] and not any(r.exc_info for r in told), told
 
 
 def test_count_tokens_is_exact(scripted, connect):
