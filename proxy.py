@@ -80,6 +80,7 @@ class Pending:
     num_tools: int = 0
     num_tool_calls: int = None                              # in the reply, once it is parsed
     told: str = None                                        # the reply's text, where a stop word has cut it
+    reply: str = None                                       # its text, once a later call was compared with it
     outline: list = field(default_factory=list)             # (role, hash, hash without digits) of each message
     max_tokens: int = None                                  # what the harness asked for
     num_logprobs: int = -1                                  # what it wants told a token; None: nothing; -1: not known
@@ -855,8 +856,11 @@ class Proxy:
         def classify(call, session, messages, usable, ended, cause):
             """The call's kind and cause, and what it tells of earlier ones."""
             call.kind = graft.kind_of(call, session, messages)
-            reply = lambda s: None if s.id not in usable else (
-                decode(usable[s.id].sampled_ids) if s.told is None else s.told)
+
+            def reply(s):
+                if s.reply is None and s.id in usable:
+                    s.reply = decode(usable[s.id].sampled_ids) if s.told is None else s.told
+                return s.reply
             if call.continues is not None: session.settle(session.seen[call.continues])
             elif call.kind == "main":
                 for s in session.seen:
