@@ -738,8 +738,7 @@ class Proxy:
                             "VLLM_CPU_KVCACHE_SPACE": "1",      # GB; else nearly all memory, which must be free
                             # on a CPU an engine's core and worker are one process: of two, one spins while it waits
                             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                            "VLLM_CPU_OMP_THREADS_BIND": "nobind",      # --tp: else engines share cores
-                            "KMP_BLOCKTIME": "1"}.items():      # threads that wait do not spin: others need the cores
+                            "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():     # --tp: else engines share cores
             os.environ.setdefault(name, value)
         self.is_scripted = engine == "scripted"
         if not self.is_scripted and os.environ.get("RANK", "0") == "0":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-QUICK = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "KMP_BLOCKTIME": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+QUICK = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
          "TRANSFORMERS_VERBOSITY": "error",        # for this process, its engines and commands
          "OMP_NUM_THREADS": "1"}                   # tiny models: threads that wait for each other take far longer
 for name, value in QUICK.items():
