@@ -327,6 +327,36 @@ def test_credit_by_hand():
     assert np.mean(adv) == near(0) and np.std(adv) == near(1), "whitened"
 
 
+def test_loss_by_hand():
+    """Would catch a flag of the loss that does not reach it, or reaches another algorithm's: cap and kind of the
+    correction, each clip, KL to the reference; and a cold start that minimises anything but -logp."""
+    def loss(adv=1., ratio=1., older=1., ref=1., is_supervised=False, **flags):
+        """Of one token whose probability was 1 / e, is `ratio` times that now, was 1 / `older` of it to the engine and
+        is `ref` times the present one to the reference."""
+        tensor = lambda x: torch.tensor([float(x)])
+        t = {"norm": tensor(1), "rollout": torch.tensor([0]), "adv": tensor(adv), "logp": tensor(-1),
+             "logp_rollout": tensor(-1 - math.log(older)), "ref": tensor(-1 + math.log(ratio * ref))}
+        total, _ = loop.policy_loss(tensor(-1 + math.log(ratio)), t, 2., loop.Config(**flags), is_supervised)
+        return 2 * total.item()
+    logp, k3 = -1 + math.log(1.5), 3 - 1 - math.log(3)
+    for want, adv, flags in (
+            (-2, 1, {"older": 4}), (-3, 1, {"older": 4, "correction_cap": 3.}),
+            (-1, 1, {"older": 4, "correction": "off"}),
+            (0, 1, {"older": 100, "correction": "icepop"}), (-1.5, 1, {"older": 1.5, "correction": "icepop"}),
+            (0, 1, {"older": 100, "correction": "geometric+tis"}), (-1, 1, {"older": 1.005, "correction": "geometric"}),
+            (-1.005, 1, {"older": 1.005, "correction": "geometric+tis"}),
+            (-1.2, 1, {"ratio": 1.5}), (-1.4, 1, {"ratio": 1.5, "clip_high": .4}),
+            (-1.4, 1, {"ratio": 1.5, "clip_high": .4, "algo": "ppo"}), (-.5, 1, {"ratio": .5}), (.8, -1, {"ratio": .5}),
+            (.7, -1, {"ratio": .5, "clip_low": .3}), (9, -1, {"ratio": 9}), (3, -1, {"ratio": 9, "dual_clip": 3.}),
+            (3, -1, {"ratio": 9, "dual_clip": 3., "algo": "gspo"}), (-1.0004, 1, {"ratio": 1.5, "algo": "gspo"}),
+            (-1.1, 1, {"ratio": 1.5, "clip_high": .1, "algo": "gspo"}),
+            (-1.5 * logp, 1, {"ratio": 1.5, "algo": "cispo"}),
+            (-1.1 * logp, 1, {"ratio": 1.5, "clip_high": .1, "algo": "cispo"}),
+            (-logp, 1, {"ratio": 1.5, "algo": "rloo"}), (-logp, 1, {"ratio": 1.5, "algo": "reinforce"}), (-1 + .1 * k3, 1, {"ref": 3, "kl_loss": .1}),
+            (-1, 1, {"ref": 3, "kl_reward": .1}), (1, 1, {"is_supervised": True, "older": 4, "ref": 3, "kl_loss": .1})):
+        assert loss(adv, **flags) == pytest.approx(want, abs=1e-5), flags
+
+
 def random_rollout(random, **kw):
     """Calls that go on from others or stand alone, aborted or a subagent's some of them, each paid something."""
     calls = []
