@@ -742,7 +742,7 @@ class Proxy:
             os.environ.setdefault(name, value)
         self.is_scripted = engine == "scripted"
         if not self.is_scripted and os.environ.get("RANK", "0") == "0":
-            print("vLLM's engine starts: half a minute, minutes on busy cores", file=sys.stderr)
+            print("vLLM's engine starts: a minute, more the first time with a model or on busy cores", file=sys.stderr)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="proxy", daemon=True)
         self.thread.start()
@@ -771,6 +771,7 @@ class Proxy:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.utils.gc_utils import freeze_gc_heap
@@ -780,6 +781,8 @@ class Proxy:
             raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; "
                              "see `vllm serve --help`") from None
         if args.dtype == "auto": args.dtype = tree.native_dtype()         # a CPU's own; bfloat16 may be slow there
+        if current_platform.is_cpu():                       # what it compiles there it keeps in a form it cannot load
+            os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if config.model_config.is_multimodal_model:         # it would fetch images, and the graft move them
             raise ValueError(f"--model {config.model_config.model}: it takes more than text; give one of text alone")

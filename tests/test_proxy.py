@@ -209,6 +209,19 @@ def test_context_overflow(scripted, connect, kind, tokens):
     assert tree.read(session.record).calls == [] and not any(r.exc_info for r in told), told
 
 
+@pytest.mark.slow
+def test_an_engine_compiles_a_model_once(tiny, tmp_path):
+    """Would catch a start that compiles what an earlier one has compiled: of SmolLM2 that took over a minute each."""
+    start = f"import proxy; proxy.Proxy({str(tiny)!r}, max_model_len=256, engine_args=['--block-size', '32']).close()"
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/a", "VLLM_CACHE_ROOT": f"{tmp_path}/b"}
+    compiled = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", start], env=env, cwd=os.path.dirname(proxy.__file__), check=True,
+                       timeout=900)
+        compiled.append({f: f.stat().st_mtime_ns for f in tmp_path.glob("[ab]/**/*") if f.is_file()})
+    assert any(f.suffix == ".so" for f in compiled[0]) and compiled[1] == compiled[0]
+
+
 def test_count_tokens_is_exact(scripted, connect):
     """Would catch a count of the rendering where the policy sees grafted ids, or a count that is recorded as a call."""
     session = connect(scripted, ["  ls\n\n-a ", "next"])
