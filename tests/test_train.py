@@ -352,8 +352,9 @@ def test_loss_by_hand():
             (-1.1, 1, {"ratio": 1.5, "clip_high": .1, "algo": "gspo"}),
             (-1.5 * logp, 1, {"ratio": 1.5, "algo": "cispo"}),
             (-1.1 * logp, 1, {"ratio": 1.5, "clip_high": .1, "algo": "cispo"}),
-            (-logp, 1, {"ratio": 1.5, "algo": "rloo"}), (-logp, 1, {"ratio": 1.5, "algo": "reinforce"}), (-1 + .1 * k3, 1, {"ref": 3, "kl_loss": .1}),
-            (-1, 1, {"ref": 3, "kl_reward": .1}), (1, 1, {"is_supervised": True, "older": 4, "ref": 3, "kl_loss": .1})):
+            (-logp, 1, {"ratio": 1.5, "algo": "rloo"}), (-logp, 1, {"ratio": 1.5, "algo": "reinforce"}),
+            (-1 + .1 * k3, 1, {"ref": 3, "kl_loss": .1}), (-1, 1, {"ref": 3, "kl_reward": .1}),
+            (1, 1, {"is_supervised": True, "older": 4, "ref": 3, "kl_loss": .1})):
         assert loss(adv, **flags) == pytest.approx(want, abs=1e-5), flags
 
 
