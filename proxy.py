@@ -780,7 +780,7 @@ class Proxy:
         except SystemExit:
             raise ValueError(f"vLLM's server refuses its arguments {shlex.join(self.args)}; "
                              "see `vllm serve --help`") from None
-        if args.dtype == "auto": args.dtype = tree.native_dtype()         # a CPU's own; bfloat16 may be slow there
+        if args.dtype == "auto": args.dtype = tree.native_dtype()         # the model's own may be slow here
         if current_platform.is_cpu():                       # what it compiles there it keeps in a form it cannot load
             os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)

@@ -860,7 +860,7 @@ def main(cfg: Config):
         if returns is not None: columns["returns"] = returns
         for epoch in range(num_epochs):
             now = torch.full((N,), math.nan)                # logp as last computed, each token's on one rank
-            if not is_single: random.Random(f"{cfg.seed} {version} {epoch}").shuffle(useful)   # not `order`: it draws tasks
+            if not is_single: random.Random(f"{cfg.seed} {version} {epoch}").shuffle(useful)     # `order` draws tasks
             for part in (p.tolist() for p in np.array_split(useful, num_minibatches) if len(p)):
                 denom = total * len(part) / len(useful)
                 for group in micro_batches(batch, part, cfg, rank, world):

@@ -190,7 +190,7 @@ def test_script_used_up(scripted, connect):
 
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
 @pytest.mark.parametrize("tokens", [2000, 1024])
-def test_context_overflow(scripted, connect, kind, tokens):
+def test_context_overflow(scripted, connect, monkeypatch, kind, tokens):
     """Would catch an overflow that is cut, recorded, told with a traceback in our log, or in another form than the
     protocol's: harnesses that compact would not know it. 1024: the prompt fits exactly, with no room for a reply."""
     session = connect(scripted, ["x"])
@@ -198,13 +198,12 @@ def test_context_overflow(scripted, connect, kind, tokens):
     assert len(render(scripted.tokenizer, messages)) == tokens
     told, handler = [], logging.Handler()
     handler.emit = told.append
-    logging.getLogger("vllm").addHandler(handler)           # caplog does not see what vLLM keeps to itself
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])   # caplog does not see what vLLM keeps
     with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as e:
         body = dict(model="policy", messages=messages)
         if kind == "messages": claude(connect, session).messages.create(max_tokens=50, **body)
         elif kind == "chat": gpt(connect, session).chat.completions.create(**body)
         else: gpt(connect, session).responses.create(model="policy", input=messages)
-    logging.getLogger("vllm").removeHandler(handler)
     assert re.search(r"maximum context length", str(e.value)), e.value
     assert tree.read(session.record).calls == [] and not any(r.exc_info for r in told), told
 

@@ -738,8 +738,8 @@ def test_killed_at_any_point_and_resumed(tiny, tasks, learnt, launch, tmp_path, 
     leaves half written: PPO with a reference on recorded rollouts, kill -9, the same command again, until it ends."""
     make = lambda out: command(
         tiny, tasks, out, *AS_LEARNT, f"--rollouts={learnt[0]}", "--warmup_steps=4", "--algo=ppo", "--kl_loss=0.01",
-        "--num_minibatches=2", "--value_warmup_steps=1", "--value_lr=1e-3", "--max_logp_gap=0", "--save_every=1",
-        "--keep_saved=1", "--resume")
+        "--num_epochs=3", "--num_minibatches=2", "--value_warmup_steps=1", "--value_lr=1e-3", "--max_logp_gap=0",
+        "--save_every=1", "--keep_saved=1", "--resume")
     begin = time.monotonic()
     p, = launch(make(tmp_path / "whole"), None)
     p.join(900)
@@ -747,6 +747,8 @@ def test_killed_at_any_point_and_resumed(tiny, tasks, learnt, launch, tmp_path, 
     length, out, chance = time.monotonic() - begin, tmp_path / "run", random.Random(num_kills)
     rows, saved = rows_of(tmp_path / "whole"), out / "saved"
     whole = weights(tmp_path / "whole" / "checkpoint")
+    order = lambda run: json.loads((run / "saved/step-0002/loop.json").read_text())["order"]
+    assert order(tmp_path / "whole") == order(learnt[0]), "what is learnt how decides which tasks come next"
     points = [lambda: (saved / "step-0000").exists() and (saved / "tmp").exists(),       # while it writes a state
               lambda: '"rl", "step": 1,' in (out / "metrics.jsonl").read_text() and not (saved / "step-0002").exists(),
               lambda: (out / "checkpoint.tmp").exists()]
